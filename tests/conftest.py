@@ -1,0 +1,38 @@
+"""Fixtures of every test: ranks of a process group as plain functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import pytest
+
+from tests.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def _pool() -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def ranks(_pool: Pool) -> Callable[..., list[Any]]:
+    """`ranks(world, function, *args, timeout=60)`: what each rank's `function(*args)` returned. See tests/pool.py."""
+    return _pool.run
+
+
+@pytest.fixture
+def fresh_ranks() -> Iterator[Callable[..., list[Any]]]:
+    """Like `ranks` in processes of its own; ranks in `expect_dead` must die and have None as their result."""
+    pool = Pool()
+
+    def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, expect_dead: Collection[int] = ()) -> list[Any]:
+        try:
+            return pool.run(world, function, *args, timeout=timeout, expect_dead=expect_dead)
+        finally:
+            pool.close()
+
+    yield run
+    pool.close()
