@@ -71,6 +71,10 @@ def _pack(value: Any) -> bytes:
     return buffer.getvalue()
 
 
+def _unpack(packed: bytes) -> Any:
+    return pickle.loads(packed)  # noqa: S301 - it comes from our own process
+
+
 # The worker's side.
 
 
@@ -126,7 +130,7 @@ def _serve(connection: Connection) -> None:
         """In a thread of its own, so that the parent's end is noticed, and its question answered, during a hung collective."""
         try:
             while True:
-                message = pickle.loads(connection.recv_bytes())
+                message = _unpack(connection.recv_bytes())
                 if message[0] == WHERE:
                     send(WHERE, "".join(traceback.format_stack(sys._current_frames()[main_thread])[-6:]))
                 else:
@@ -144,7 +148,7 @@ def _serve(connection: Connection) -> None:
             function: Any = _load(module, file)
             for name in qualname.split("."):
                 function = getattr(function, name)
-            args = pickle.loads(packed_args)
+            args = _unpack(packed_args)
             with _process_group(prefix, rank, world):
                 try:
                     value = function(*args)
@@ -152,7 +156,7 @@ def _serve(connection: Connection) -> None:
                     failed_at = time.monotonic()  # before the group ends, which makes the other ranks fail too
                     raise
             send(RETURNED, value)
-        except BaseException:  # noqa: BLE001 - also SystemExit: the worker must answer whatever the test did
+        except BaseException:  # also SystemExit: the worker must answer whatever the test did
             send(RAISED, failed_at or time.monotonic(), traceback.format_exc())
 
 
@@ -175,7 +179,7 @@ class _Worker:
     def receive(self) -> tuple[Any, ...]:
         """The next message. Raises EOFError when the process has ended."""
         try:
-            return tuple(pickle.loads(self.connection.recv_bytes()))
+            return tuple(_unpack(self.connection.recv_bytes()))
         except OSError as error:
             raise EOFError from error
 
@@ -203,7 +207,9 @@ class Pool:
         self._workers: list[_Worker] = []
         self._calls = 0
 
-    def run(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, expect_dead: Collection[int] = ()) -> list[Any]:
+    def run(
+        self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, expect_dead: Collection[int] = ()
+    ) -> list[Any]:
         """What `function(*args)` returned on each of `world` ranks of a fresh gloo process group.
 
         `function` stands at module level; arguments and results are picklable, tensors come back on the CPU.
