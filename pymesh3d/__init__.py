@@ -1,0 +1,66 @@
+"""pymesh3d: a PyTorch model on a 3D grid of GPUs.
+
+The public names are loaded when they are first asked for, so that the parts that need no torch import without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pymesh3d.config import Layout as Layout
+    from pymesh3d.config import ModelConfig as ModelConfig
+    from pymesh3d.config import TrainConfig as TrainConfig
+    from pymesh3d.engine import Engine as Engine
+    from pymesh3d.engine import parallelize as parallelize
+    from pymesh3d.errors import CheckpointError as CheckpointError
+    from pymesh3d.errors import ConfigError as ConfigError
+    from pymesh3d.errors import DataError as DataError
+    from pymesh3d.errors import DistributedError as DistributedError
+    from pymesh3d.mesh import Mesh as Mesh
+    from pymesh3d.mesh import init_mesh as init_mesh
+    from pymesh3d.models.llama import Llama as Llama
+    from pymesh3d.placement import Part as Part
+    from pymesh3d.placement import Placement as Placement
+    from pymesh3d.tp.layers import ColumnParallelLinear as ColumnParallelLinear
+    from pymesh3d.tp.layers import RowParallelLinear as RowParallelLinear
+    from pymesh3d.tp.layers import VocabParallelEmbedding as VocabParallelEmbedding
+    from pymesh3d.tp.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+    from pymesh3d.tp.plan import parallelize_module as parallelize_module
+
+__version__ = "0.1.0"
+
+_MODULE_OF = {
+    "CheckpointError": "errors",
+    "ColumnParallelLinear": "tp.layers",
+    "ConfigError": "errors",
+    "DataError": "errors",
+    "DistributedError": "errors",
+    "Engine": "engine",
+    "Layout": "config",
+    "Llama": "models.llama",
+    "Mesh": "mesh",
+    "ModelConfig": "config",
+    "Part": "placement",
+    "Placement": "placement",
+    "RowParallelLinear": "tp.layers",
+    "TrainConfig": "config",
+    "VocabParallelEmbedding": "tp.layers",
+    "init_mesh": "mesh",
+    "parallelize": "engine",
+    "parallelize_module": "tp.plan",
+    "vocab_parallel_cross_entropy": "tp.loss",
+}
+
+__all__ = list(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})

@@ -1,0 +1,157 @@
+"""The compiled part: it was built, finds libraries, explains why it does not, and lets other threads run meanwhile."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pymesh3d import __version__
+from pymesh3d.comm import native
+
+ROOT = Path(__file__).parents[1]
+CORE = [ROOT / "csrc" / name for name in ("library.cpp", "probe.cpp")]
+COMPILER = shutil.which("g++") or shutil.which("c++")
+HEADERS = Path(sysconfig.get_path("include"), "Python.h").is_file()
+
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine")
+needs_core = pytest.mark.skipif(not native.available, reason=native.reason or "available")
+
+Build = Callable[..., str]
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Build:
+    """`fake(body, symbol=..., file=...)`: the path of a library whose version function has `body`."""
+
+    def build(body: str, symbol: str = "ncclGetVersion", file: str = "libfake.so", extra: str = "") -> str:
+        source, library = tmp_path / "fake.cpp", tmp_path / file
+        source.write_text(f'#include <unistd.h>\n{extra}\nextern "C" int {symbol}(int* version) {{ {body} }}\n')
+        assert COMPILER is not None
+        subprocess.run([COMPILER, "-shared", "-fPIC", f"-Wl,-soname,{file}", source, "-o", library], check=True, timeout=60)
+        return str(library)
+
+    return build
+
+
+@pytest.mark.skipif(COMPILER is None or not HEADERS, reason="no C++ compiler or no Python.h on this machine")
+def test_core_was_built() -> None:
+    """An optional extension hides its compile errors; this does not."""
+    assert native.available, native.reason
+
+
+@needs_core
+def test_core_is_of_this_version() -> None:
+    from pymesh3d import _C
+
+    assert _C.version == __version__
+    assert native.reason == ""
+
+
+@needs_core
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "symbol", "code", "version"),
+    [
+        ("nccl", "ncclGetVersion", 22809, (2, 28, 9)),
+        ("nccl", "ncclGetVersion", 21805, (2, 18, 5)),
+        ("nccl", "ncclGetVersion", 2708, (2, 7, 8)),
+        ("cuda", "cuDriverGetVersion", 13000, (13, 0)),
+        ("cuda", "cuDriverGetVersion", 12040, (12, 4)),
+    ],
+)
+def test_version_of_a_library(fake: Build, name: str, symbol: str, code: int, version: tuple[int, ...]) -> None:
+    path = fake(f"*version = {code}; return 0;", symbol)
+    found = native.probe(name, path)
+    assert found is not None
+    assert (found.version, found.path, found.error, found.was_loaded) == (version, path, "", False)
+
+
+@needs_core
+@needs_compiler
+def test_failed_call_is_an_error_with_its_status(fake: Build) -> None:
+    found = native.probe("nccl", fake("*version = 1; return 5;"))
+    assert found is not None
+    assert (found.version, found.error) == ((), "ncclGetVersion failed with status 5")
+
+
+@needs_core
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("/no/such/libnccl.so.2", "cannot open shared object file"),
+        (__file__, "invalid ELF header"),
+        ("libm.so.6", "undefined symbol: ncclGetVersion"),
+    ],
+)
+def test_library_that_does_not_serve_is_explained(path: str, text: str) -> None:
+    found = native.probe("nccl", path)
+    assert found is not None
+    assert text in found.error
+    assert (found.version, found.path) == ((), "")
+
+
+@needs_core
+def test_unknown_name_is_refused() -> None:
+    with pytest.raises(ValueError, match='unknown library "nvml": it must be "nccl" or "cuda"'):
+        native.probe("nvml")
+
+
+@needs_core
+@needs_compiler
+def test_loaded_copy_is_preferred_to_the_one_on_the_search_path(fake: Build, tmp_path: Path) -> None:
+    """torch loads the NCCL it brings; another one of the same soname that stands on the search path must not be taken."""
+    loaded = fake("*version = 22809; return 0;", file="libnccl.so.2")
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.move(loaded, tmp_path / "torchs-libnccl.so")
+    shutil.copy(fake("*version = 21805; return 0;", file="libnccl.so.2"), other)
+    code = f"""
+import ctypes
+from pymesh3d.comm.native import probe
+before = probe("nccl")
+torchs = ctypes.CDLL({str(tmp_path / "torchs-libnccl.so")!r})
+after = probe("nccl")
+print(before.version, before.was_loaded, after.version, after.was_loaded)
+"""
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(other)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment)
+    assert done.stdout.strip() == "(2, 18, 5) False (2, 28, 9) True", done.stderr
+
+
+@needs_core
+@needs_compiler
+def test_other_threads_run_while_a_library_is_opened(fake: Build) -> None:
+    path = fake("*version = 22809; return 0;", extra="struct Slow { Slow() { usleep(600000); } } slow;")
+    ticks: list[float] = []
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.01):
+            ticks.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    began = time.monotonic()
+    native.probe("nccl", path)
+    ended = time.monotonic()
+    done.set()
+    thread.join(10)
+    assert ended - began > 0.5
+    assert sum(began + 0.1 < moment < ended - 0.1 for moment in ticks) >= 5, "no other thread ran while the library was opened"
+
+
+@needs_compiler
+def test_core_under_the_sanitizers(fake: Build, tmp_path: Path) -> None:
+    program = tmp_path / "core_test"
+    flags = ["-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    assert COMPILER is not None
+    subprocess.run([COMPILER, *flags, *CORE, ROOT / "csrc" / "core_test.cpp", "-o", program, "-ldl"], check=True, timeout=100)
+    done = subprocess.run([program, fake("*version = 22809; return 0;")], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
