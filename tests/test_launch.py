@@ -24,7 +24,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="read
 def at_root(monkeypatch):
     """Children and parents import pymesh3d of this checkout; nothing of an outer launch is seen."""
     monkeypatch.chdir(ROOT)
-    for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS"):
+    for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -83,6 +83,11 @@ class Launcher:
         self.process.communicate(timeout=10)
 
 
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def test_ranks_see_the_variables_of_torchrun(tmp_path):
     script = "import json, os, sys; json.dump(dict(os.environ), open(f'{sys.argv[1]}/{os.environ[\"RANK\"]}', 'w'))"
     assert launch(["-c", script, str(tmp_path)], 3) == 0
@@ -91,7 +96,8 @@ def test_ranks_see_the_variables_of_torchrun(tmp_path):
         expected = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 3, "GROUP_RANK": 0}
         assert {name: int(seen[name]) for name in expected} == expected
         assert seen["MASTER_ADDR"] == "127.0.0.1" and seen["TORCHELASTIC_USE_AGENT_STORE"] == "True"
-        assert int(seen["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 3)
+        assert int(seen["OMP_NUM_THREADS"]) == max(1, cores() // 3)
+        assert seen["GLOO_SOCKET_IFNAME"] in {"lo", "lo0"}
 
 
 @pytest.mark.parametrize(("variable", "argument", "threads"), [("5", None, "5"), ("5", 2, "2"), (None, 2, "2")])
@@ -100,6 +106,11 @@ def test_threads(variable, argument, threads, monkeypatch):
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
     script = f"import os, sys; sys.exit(os.environ['OMP_NUM_THREADS'] != '{threads}')"
     assert launch(["-c", script], 1, threads_per_rank=argument) == 0
+
+
+def test_a_network_interface_that_the_user_chose_is_kept(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+    assert launch(["-c", "import os, sys; sys.exit(os.environ['GLOO_SOCKET_IFNAME'] != 'mine')"], 1) == 0
 
 
 # Addresses that this rank and its parent listen on, as hex from /proc/net/tcp (state 0A), after the ranks have met.
