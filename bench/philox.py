@@ -1,0 +1,74 @@
+"""Times filling a tensor with layout-independent normal numbers against torch's generator and against merely writing the memory.
+
+`fill_` on the same device is the floor: no way to fill a tensor is faster than writing it. The kernel is not near it by design: every
+element takes ten Philox rounds for its own 128 random bits, about a hundred integer instructions, where torch shares one Philox call
+among four elements. Initialisation runs once; being independent of the layout is worth that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import rich
+import torch
+
+from ..triton_kernels import philox_fill_
+from . import report
+
+ROUNDS = 10
+SIZES = {"cuda": (2**20, 2**24, 2**28), "cpu": (2**14, 2**18)}  # elements
+
+
+def _milliseconds(run: Callable[[], object], device: str) -> float:
+    if device == "cpu":
+        start = time.perf_counter()
+        run()
+        return (time.perf_counter() - start) * 1e3
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def measure(device: str, elements: int) -> report.Row:
+    """Medians in ms of float32 fills of a tensor [elements], the candidates taking turns so that all see the same clocks."""
+    out = torch.empty(elements, device=device)
+    candidates: dict[str, Callable[[], object]] = {
+        "philox_ms": lambda: philox_fill_(out, key=1, kind="normal", scale=0.02, global_cols=elements),
+        "torch_normal_ms": lambda: torch.nn.init.normal_(out, std=0.02),
+        "floor_ms": lambda: out.fill_(0.0),
+    }
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(ROUNDS + 1):
+        for name, run in candidates.items():
+            times[name].append(_milliseconds(run, device))
+    medians = {name: statistics.median(taken[1:]) for name, taken in times.items()}  # the first round compiles and warms up
+    return {
+        "device": device,
+        "elements": elements,
+        **medians,
+        "philox_gb_s": elements * out.element_size() / medians["philox_ms"] / 1e6,
+        "floor_gb_s": elements * out.element_size() / medians["floor_ms"] / 1e6,
+        "of_torch": medians["torch_normal_ms"] / medians["philox_ms"],
+    }
+
+
+def main(json_file: Path | None = None) -> None:
+    """Measures on the GPU where there is one, else on the CPU with small sizes; prints the table and writes `json_file`."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = [measure(device, elements) for elements in SIZES[device]]
+    rich.print(report.table(rows, title="normal fill, float32"))
+    if json_file is not None:
+        report.write("philox", rows, json_file)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m pymesh3d.bench.philox", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the measurements here")
+    main(parser.parse_args().json)

@@ -1,0 +1,97 @@
+"""What a benchmark leaves behind: its rows with the card, clocks and versions they were measured on, as JSON and as a table."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from ..triton_kernels import backend
+
+Row = Mapping[str, str | int | float | bool | None]
+CARD_FIELDS = {  # ours -> nvidia-smi's
+    "name": "name",
+    "sm_clock_mhz": "clocks.sm",
+    "sm_clock_max_mhz": "clocks.max.sm",
+    "memory_clock_mhz": "clocks.mem",
+    "memory_clock_max_mhz": "clocks.max.mem",
+    "power_limit_w": "power.limit",
+    "driver": "driver_version",
+}
+
+
+def cards() -> list[dict[str, str]]:
+    """One record a GPU of this machine, as nvidia-smi reports it now; empty where there is none or it does not answer in 10 s."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", f"--query-gpu={','.join(CARD_FIELDS.values())}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [dict(zip(CARD_FIELDS, (value.strip() for value in line.split(",")), strict=True)) for line in answer.splitlines()]
+
+
+def versions() -> dict[str, str | None]:
+    """Of everything that decides a time; None is what this machine has not."""
+
+    def installed(package: str) -> str | None:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    return {
+        "pymesh3d": installed("pymesh3d"),
+        "torch": torch.__version__,
+        "triton": installed("triton"),
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    }
+
+
+def record(name: str, rows: Sequence[Row]) -> dict[str, Any]:
+    """The whole record of benchmark `name`; clocks are those of the moment, so call it right after measuring."""
+    return {
+        "name": name,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "cards": cards(),
+        "cpu": {"machine": platform.machine(), "cores": os.cpu_count(), "torch_threads": torch.get_num_threads()},
+        "kernels": backend.reason,
+        "versions": versions(),
+        "rows": [dict(row) for row in rows],
+    }
+
+
+def write(name: str, rows: Sequence[Row], path: Path) -> None:
+    """Writes the record of benchmark `name` as JSON; missing folders are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record(name, rows), indent=2) + "\n", encoding="utf-8")
+
+
+def table(rows: Sequence[Row], title: str | None = None) -> Table:
+    """The rows as a table to print: columns are the keys of all rows in order of appearance, numbers at the right."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    drawn = Table(title=title)
+    for column in columns:
+        numeric = all(isinstance(row.get(column), (int, float, type(None))) for row in rows)
+        drawn.add_column(column.replace("_", " "), overflow="fold", justify="right" if numeric else "left")
+    for row in rows:
+        drawn.add_row(*(_cell(row.get(column)) for column in columns))
+    return drawn
+
+
+def _cell(value: str | int | float | bool | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

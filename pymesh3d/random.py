@@ -1,0 +1,29 @@
+"""Initial values that depend on the seed, the full name of a parameter and the place of an element in it, never on the layout."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from pymesh3d.errors import ConfigError
+from pymesh3d.triton_kernels.philox import Kind, philox_fill_
+
+
+def parameter_key(seed: int, name: str) -> int:
+    """The 64-bit key of the stream that fills parameter `name`; `seed` is an integer of 0 .. 2^64 - 1, anything else is a ConfigError."""
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**64:
+        raise ConfigError(f"seed={seed!r}", "a seed must be an integer from 0 to 2**64 - 1", "Use seed=0")
+    digest = hashlib.blake2b(seed.to_bytes(8, "little") + name.encode(), digest_size=8, person=b"pymesh3d init", usedforsecurity=False)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def fill_shard_(
+    out: torch.Tensor, *, seed: int, name: str, kind: Kind, scale: float, global_cols: int, row0: int = 0, col0: int = 0
+) -> torch.Tensor:
+    """Fills `out`, the piece of parameter `name` that begins at (row0, col0) and has `global_cols` columns when whole, and returns it.
+
+    `out` is 2-D, or 1-D for one row (a bias of n elements has global_cols = n and its piece begins at col0). `scale` is the standard
+    deviation of "normal" and the bound of "uniform"; dtypes and errors are those of `philox_fill_`.
+    """
+    return philox_fill_(out, key=parameter_key(seed, name), kind=kind, scale=scale, global_cols=global_cols, row0=row0, col0=col0)

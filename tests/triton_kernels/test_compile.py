@@ -1,0 +1,62 @@
+"""Every kernel compiles for sm_80, sm_90 and sm_100, on any machine: no GPU is needed. A later kernel joins by a line in KERNELS.
+
+Each kernel is compiled in a process of its own (this file, run as a script), because the interpreter is chosen for a whole process and
+because the compiler may abort.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ARCHITECTURES = (80, 90, 100)
+# name -> (file, kernel, types of its arguments in order, its constexpr arguments)
+PHILOX = " i64 i64 i64 i64 i64 i64 i32 i32 i64"
+KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "philox normal float32": ("philox", "philox_fill_kernel", "*fp32" + PHILOX, {"NORMAL": True, "BLOCK_ROWS": 1, "BLOCK_COLS": 1024}),
+    "philox normal bfloat16": ("philox", "philox_fill_kernel", "*bf16" + PHILOX, {"NORMAL": True, "BLOCK_ROWS": 1024, "BLOCK_COLS": 1}),
+    "philox uniform float64": ("philox", "philox_fill_kernel", "*fp64" + PHILOX, {"NORMAL": False, "BLOCK_ROWS": 8, "BLOCK_COLS": 128}),
+}
+
+
+def _compile(case: str) -> dict[str, tuple[str, int]]:
+    """Architecture -> (target line of the PTX, bytes of machine code)."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    file, name, types, constexprs = KERNELS[case]
+    kernel = getattr(importlib.import_module(f"pymesh3d.triton_kernels.{file}"), name)
+    arguments = [argument for argument in kernel.arg_names if argument not in constexprs]
+    signature = dict(zip(arguments, types.split(), strict=True)) | dict.fromkeys(constexprs, "constexpr")
+    built = {}
+    for architecture in ARCHITECTURES:
+        binary = triton.compile(ASTSource(kernel, signature, constexprs), target=GPUTarget("cuda", architecture, 32))
+        target = next(line for line in binary.asm["ptx"].splitlines() if line.startswith(".target"))
+        built[str(architecture)] = (target, len(binary.asm["cubin"]))
+    return built
+
+
+@pytest.mark.parametrize("case", KERNELS)
+def test_compiles_without_a_gpu(case: str, tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="triton cannot be installed here, so there is nothing to compile with")
+    paths = os.pathsep.join(filter(None, sys.path))
+    env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}  # 0: unset would mean 1 here
+    child = subprocess.run([sys.executable, __file__, case], env=env, capture_output=True, text=True, timeout=240)
+    assert child.returncode == 0, f"{case} does not compile:\n{child.stderr}"
+    built = json.loads(child.stdout.splitlines()[-1])
+    for architecture in ARCHITECTURES:
+        target, size = built[str(architecture)]
+        assert f"sm_{architecture}" in target, f"{case}: asked for sm_{architecture}, the PTX says {target}"
+        assert size > 1000, f"{case}: {size} bytes of machine code for sm_{architecture}"
+
+
+if __name__ == "__main__":
+    print(json.dumps(_compile(sys.argv[1])))

@@ -1,0 +1,47 @@
+"""Whether the kernels here are compiled, interpreted or absent: decided once, in this file, before triton is first imported.
+
+Kernel files take `jit` and `tl` from here, so that they can be imported where triton cannot be installed; their `*_ref` serve there.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+_has_gpu = torch.cuda.is_available()
+if not _has_gpu:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # every @triton.jit reads it as it decorates, those of triton's own library too
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    triton = tl = None
+    _missing = str(error)
+
+
+def _decide() -> tuple[bool, bool, str]:
+    """(kernels can run, by the interpreter, why): from what triton's own library was decorated with, since both must be alike."""
+    if triton is None:
+        return False, False, f"triton cannot be imported ({_missing}); plain torch runs instead of the kernels"
+    interpreted = not isinstance(tl.sum, triton.JITFunction)
+    asked = triton.knobs.runtime.interpret
+    if interpreted != asked:
+        cure = "import pymesh3d before triton, or set TRITON_INTERPRET before starting Python"
+        return False, False, f"triton was imported with TRITON_INTERPRET={int(interpreted)}, now it is {int(asked)}: {cure}"
+    if interpreted:
+        return True, True, f"triton {triton.__version__} interprets the kernels, which is for tests; on CPU plain torch computes"
+    if _has_gpu:
+        return True, False, f"triton {triton.__version__} compiles the kernels"
+    return False, False, f"triton {triton.__version__} has no GPU to compile for and TRITON_INTERPRET=0 forbids to interpret"
+
+
+def _undecorated(fn: Any = None, **_: Any) -> Any:
+    """Stands for `triton.jit` where there is no triton: the kernel keeps its name and is never run."""
+    return _undecorated if fn is None else fn
+
+
+jit: Any = _undecorated if triton is None else triton.jit
+available, interpreted, reason = _decide()
