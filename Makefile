@@ -26,6 +26,7 @@ test: $(VENV)/installed-dev
 	$(PY) -m pytest -m 'not gpu and not long'
 
 test-long: $(VENV)/installed-dev
+	mkdir -p bench/results
 	$(PY) -m pytest -m long | tee bench/results/test-long.log
 
 test-gpu: $(VENV)/installed-dev
@@ -39,7 +40,7 @@ clean:
 $(VENV)/ready:
 	if $(SEES_GPU); then \
 	    $(PYTHON) -m venv --without-pip $(VENV); \
-	    $(PYTHON) -c 'import site, sysconfig; [print(f"import site; site.addsitedir({p!r})") for p in dict.fromkeys([*site.getsitepackages(), sysconfig.get_path("purelib")])]' \
+	    $(PYTHON) -c 'import sys; [print(f"import site; site.addsitedir({p!r})") for p in sys.path if p.endswith("-packages")]' \
 	        > "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/packages_of_the_machine.pth"; \
 	    $(PY) -m pip list --format=freeze > $(VENV)/keep.txt; \
 	else \
@@ -53,9 +54,10 @@ $(VENV)/installed:     EXTRAS :=
 $(VENV)/installed-dev: EXTRAS := [dev]
 $(VENV)/installed $(VENV)/installed-dev: $(VENV)/ready $(SOURCES)
 	if [ -f $(VENV)/keep.txt ]; then \
-	    $(PY) -m pip install -e . --no-build-isolation --no-deps; \
-	    $(PY) -m pip install --retries 0 --timeout 10 --constraint $(VENV)/keep.txt --no-build-isolation -e '.$(EXTRAS)' \
-	        || echo 'No registry answers: going on with the packages that are here.'; \
+	    $(PY) -m pip install -e '.$(EXTRAS)' --no-build-isolation --constraint $(VENV)/keep.txt --retries 0 --timeout 10 || { \
+	        echo 'Not all could be fetched: going on with the packages that are here.'; \
+	        $(PY) -m pip install -e . --no-build-isolation --no-deps; \
+	    }; \
 	else \
 	    $(PY) -m pip install -e '.$(EXTRAS)'; \
 	fi
