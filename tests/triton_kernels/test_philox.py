@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -268,35 +265,6 @@ def test_parameters_that_require_grad_are_filled() -> None:
     assert philox_fill_(weight, key=0, kind="normal", scale=1.0, global_cols=4) is weight
     assert weight.is_leaf
     assert not weight.isnan().any()
-
-
-STATES = {  # name -> (what happens before the import, environment, a part of the reason, available)
-    "triton absent": ("import sys; sys.modules['triton'] = None", {}, "triton cannot be imported", False),
-    "nothing set": ("", {}, "interprets the kernels", True),
-    "interpreter forbidden": ("", {"TRITON_INTERPRET": "0"}, "forbids to interpret", False),
-    "triton imported first": ("import triton", {}, "import pymesh3d before triton", False),
-}
-
-
-@pytest.mark.parametrize("state", STATES)
-def test_without_a_gpu_the_backend_says_what_runs_and_the_values_stay(state: str) -> None:
-    before, setting, reason, available = STATES[state]
-    program = f"""{before}
-import torch
-from pymesh3d.triton_kernels import backend, philox_fill_
-print(backend.available, backend.reason)
-print(philox_fill_(torch.empty(3, dtype=torch.float64), key={KEY}, kind="normal", scale=1.0, global_cols=3).tolist())
-"""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | setting
-    if "triton" not in before and not backend.available:
-        pytest.skip(backend.reason)
-    child = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120)
-    assert child.returncode == 0, child.stderr
-    said, values = child.stdout.splitlines()
-    assert said.startswith(f"{available} ")
-    assert reason in said
-    assert values == str([slow_value(i, KEY, "normal", 1.0) for i in range(3)])
 
 
 @pytest.mark.gpu
