@@ -1,0 +1,21 @@
+"""Pipeline schedules as data: built, checked, simulated, drawn, and layers cut into stages, all without torch."""
+
+from pymesh3d.schedule.actions import Action, Schedule, ScheduleError, parse
+from pymesh3d.schedule.partition import Memory, partition
+from pymesh3d.schedule.schedules import build, gpipe, one_f_one_b
+from pymesh3d.schedule.simulate import Timeline, Times, simulate
+
+__all__ = [
+    "Action",
+    "Memory",
+    "Schedule",
+    "ScheduleError",
+    "Timeline",
+    "Times",
+    "build",
+    "gpipe",
+    "one_f_one_b",
+    "parse",
+    "partition",
+    "simulate",
+]

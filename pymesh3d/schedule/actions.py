@@ -1,0 +1,157 @@
+"""A pipeline schedule as data: for each rank the actions it runs, in order. Prints and parses as text.
+
+What the actions mean (`simulate` follows this to the letter, `pymesh3d.pp.run` runs it on real processes):
+
+- `F` runs the forward of a microbatch, `B` its backward, `W` the weight part of a split backward (`B` is then its input part only).
+- `RF` and `RB` post a receive (activations from the previous stage, gradient from the next) and return at once.
+  The `F` or `B` that consumes the message waits for it.
+- `SF` and `SB` send what `F` or `B` has produced (activations to the next stage, gradient to the previous one).
+  Taken strictly, a send blocks and has no buffer: it returns when the receive has been posted and the message is across.
+  Real transports are kinder, so a schedule that runs under this rule deadlocks on none of them.
+- From one rank to another messages keep their order: sends on one end and receives on the other name them in the same order.
+- Neighbouring stages on the same rank hand over directly, without sends and receives.
+
+Text of an action: kind, microbatch and, where a rank holds several stages, `@` and the stage: `F0`, `SF3`, `RB1`, `F0@2`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Literal, cast, get_args
+
+from pymesh3d.errors import ConfigError
+
+Kind = Literal["F", "B", "W", "SF", "RF", "SB", "RB"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+COMPUTE = ("F", "B", "W")
+SENDS = ("SF", "SB")
+RECEIVES = ("RF", "RB")
+
+_COUNTERPART: dict[Kind, Kind] = {"SF": "RF", "RF": "SF", "SB": "RB", "RB": "SB"}
+_TOWARDS: dict[Kind, int] = {"SF": 1, "RF": -1, "SB": -1, "RB": 1}  # the stage at the other end, relative to this one
+_ACTION = re.compile(r"([A-Z]+)(\d+)(?:@(\d+))?", re.ASCII)
+_HEADER = re.compile(r"schedule (\S+): pp (\d+), microbatches (\d+), virtual (\d+)", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Action:
+    """One thing a rank does for one microbatch of one stage (the index of the stage in the whole pipeline)."""
+
+    kind: Kind
+    microbatch: int
+    stage: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS or self.microbatch < 0 or self.stage < 0:
+            raise ConfigError(f"action {self}", f"a kind is one of {', '.join(KINDS)}, microbatch and stage count from 0", "F0@0 is one")
+
+    @property
+    def peer_stage(self) -> int:
+        """The stage a send goes to, or a receive comes from; beyond the ends of the pipeline it is no stage at all."""
+        return self.stage + _TOWARDS[self.kind]
+
+    @property
+    def counterpart(self) -> Action:
+        """The receive of a send and the send of a receive, as they stand on the stage at the other end."""
+        return Action(_COUNTERPART[self.kind], self.microbatch, self.peer_stage)
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch}@{self.stage}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What each of `pp` ranks does in one step of `microbatches`; a rank holds `virtual` stages."""
+
+    name: str
+    pp: int
+    microbatches: int
+    virtual: int = 1
+    ranks: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        for name in ("pp", "microbatches", "virtual"):
+            require_positive(name, getattr(self, name))
+        if not _NAME.fullmatch(self.name):
+            raise ConfigError(f"schedule name {self.name!r}", "a name has letters, digits, '.', '_' and '-'", "Try 1f1b-early")
+        if len(self.ranks) != self.pp:
+            raise ConfigError(f"{len(self.ranks)} ranks, pp={self.pp}", "each rank has one list of actions", f"Use pp={len(self.ranks)}")
+
+    @property
+    def stages(self) -> int:
+        """The number of stages of the whole pipeline."""
+        return self.pp * self.virtual
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that holds `stage`."""
+        return stage % self.pp
+
+    def text_of(self, action: Action, rank: int) -> str:
+        """An action as it stands in the line of `rank`: the stage only where it is not plain from the rank."""
+        return f"{action.kind}{action.microbatch}" if self.virtual == 1 and action.stage == rank else str(action)
+
+    def __str__(self) -> str:
+        lines = [f"schedule {self.name}: pp {self.pp}, microbatches {self.microbatches}, virtual {self.virtual}"]
+        for rank, actions in enumerate(self.ranks):
+            lines.append(" ".join([f"rank {rank}:", *(self.text_of(action, rank) for action in actions)]))
+        return "\n".join(lines)
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot run. The text shows what each rank concerned does around the action in question, with an arrow at it.
+
+    `at` maps ranks to positions in their lists of actions, `why` to what each waits for. A position behind the last action means: done.
+    """
+
+    WINDOW = 6  # actions shown on either side of the arrow
+
+    def __init__(self, schedule: Schedule, problem: str, at: Mapping[int, int], why: Mapping[int, str] | None = None) -> None:
+        self.problem = problem
+        self.at = dict(at)
+        lines = [f"schedule {schedule.name} (pp {schedule.pp}, microbatches {schedule.microbatches}): {problem}"]
+        for rank, position in sorted(at.items()):
+            texts = [schedule.text_of(action, rank) for action in schedule.ranks[rank]] + ["(end)"]
+            texts[position] = f"-->{texts[position]}"
+            low, high = max(0, position - self.WINDOW), position + self.WINDOW + 1
+            shown = ["..."] * (low > 0) + texts[low:high] + ["..."] * (high < len(texts))
+            lines.append(f"  rank {rank}: {' '.join(shown)}" + (f"   [{why[rank]}]" if why and rank in why else ""))
+        super().__init__("\n".join(lines))
+
+
+def require_positive(name: str, value: object) -> None:
+    """Refuse anything but an integer of at least 1. Raises ConfigError."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}={value!r}", f"{name} must be a positive integer", f"Try {name}=1 or more")
+
+
+def parse(text: str) -> Schedule:
+    """The schedule that prints as `text`. Raises ConfigError with line, token and an allowed form where `text` is malformed."""
+    header, *lines = text.strip().splitlines() or [""]
+    found = _HEADER.fullmatch(header.strip())
+    if not found:
+        raise ConfigError(f"line 1, {header!r}", "not the head of a schedule", "Write 'schedule 1f1b: pp 2, microbatches 4, virtual 1'")
+    pp, microbatches, virtual = map(int, found.groups()[1:])
+    if len(lines) != pp:
+        raise ConfigError(f"line 1, pp {pp} with {len(lines)} lines below", "one line a rank", f"Write pp {len(lines)}, or {pp} lines")
+    ranks = tuple(_parse_rank(line, number, rank, virtual) for rank, (number, line) in enumerate(enumerate(lines, start=2)))
+    return Schedule(name=found[1], pp=pp, microbatches=microbatches, virtual=virtual, ranks=ranks)
+
+
+def _parse_rank(line: str, number: int, rank: int, virtual: int) -> tuple[Action, ...]:
+    """The actions of one line; `number` counts lines from 1 for messages."""
+    label, colon, rest = line.strip().partition(":")
+    if not colon or label != f"rank {rank}":
+        raise ConfigError(f"line {number}, {label!r}", "ranks stand in order, each behind its label", f"Begin the line with 'rank {rank}:'")
+    actions = []
+    for token in rest.split():
+        found = _ACTION.fullmatch(token)
+        if not found or found[1] not in KINDS:
+            allowed = f"an action is one of {', '.join(KINDS)} and a microbatch"
+            raise ConfigError(f"line {number}, {token!r}", allowed, "Write F0, SF3 or F0@2")
+        if found[3] is None and virtual > 1:
+            raise ConfigError(f"line {number}, {token!r}", f"with virtual {virtual} an action names its stage", f"Write {token}@{rank}")
+        actions.append(Action(cast(Kind, found[1]), int(found[2]), rank if found[3] is None else int(found[3])))
+    return tuple(actions)

@@ -1,0 +1,143 @@
+"""Draws a simulated schedule: a grid for the terminal, a picture for a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pymesh3d.errors import ConfigError
+from pymesh3d.schedule.simulate import Span, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FILL = {"F": "-", "B": "=", "W": "~"}  # pads a box of the grid to its length
+MARKUP = {"F": "black on steel_blue1", "B": "black on light_goldenrod2", "W": "black on dark_sea_green2"}
+COLOUR = {"F": "#a3bfdd", "B": "#f0cd96", "W": "#b3d0ac"}
+MEANING = {"F": "forward", "B": "backward", "W": "backward, weights"}
+INK, QUIET, LANE = "#26323e", "#6f7b88", "#edf0f3"
+
+SLIM, WIDE = 7.0, 30.0  # inches: the least and largest width of a picture
+BOX = 0.3  # inches: the width of the shortest box, where that makes no picture wider than WIDE
+LANE_HEIGHT = 0.46  # inches
+POINTS_OF_DIGIT = 4.6  # the width of a digit in the numbers of the boxes
+
+
+def caption(timeline: Timeline) -> str:
+    """Both bubbles in words."""
+    return f"Bubble: {timeline.bubble_of_step:.1%} of the step, {timeline.bubble_in_span:.1%} inside the ranks' own spans"
+
+
+def to_text(timeline: Timeline, width: int = 120, markup: bool = False) -> str:
+    """One line a rank, time to the right: `F3` is the forward of microbatch 3, `B3==` its backward, blank is idle.
+
+    A grid wider than `width` columns continues below. With `markup`, boxes carry rich's colour tags.
+    """
+    names = [f"rank {rank}" for rank in range(timeline.schedule.pp)]
+    margin = len(names[-1]) + 2
+    scale = _columns_per_time(timeline)
+    columns = round(timeline.makespan * scale)
+    step = max(width - margin, 16)
+    blocks = []
+    for low in range(0, columns, step):
+        lines = [_line(timeline.compute(rank), scale, low, min(low + step, columns), markup) for rank in range(timeline.schedule.pp)]
+        blocks.append("\n".join(f"{name:{margin}}{line}" for name, line in zip(names, lines, strict=True)))
+    return "\n\n".join(blocks)
+
+
+def _label(span: Span) -> str:
+    return f"{span.action.kind}{span.action.microbatch}"
+
+
+def _columns_per_time(timeline: Timeline) -> float:
+    """The scale at which every box holds its label, as long as the grid stays under 16 columns a box."""
+    boxes = [[span for span in timeline.compute(rank) if span.end > span.start] for rank in range(timeline.schedule.pp)]
+    enough = max((len(_label(span)) / (span.end - span.start) for spans in boxes for span in spans), default=1.0)
+    return min(enough, 16 * max(map(len, boxes)) / timeline.makespan) if timeline.makespan > 0 else enough
+
+
+def _line(spans: list[Span], scale: float, low: int, high: int, markup: bool) -> str:
+    """The columns from `low` to `high` (exclusive) of one rank. A box that is cut has its label in the first piece with room for it."""
+    line, at = "", low
+    for span in spans:
+        left, right = round(span.start * scale), round(span.end * scale)
+        start, stop = max(left, low), min(right, high)
+        if start >= stop:
+            continue
+        label = _label(span)
+        wanted = start == left or low - left < len(label)
+        box = (label if wanted and len(label) <= stop - start else "").ljust(stop - start, FILL[span.action.kind])
+        line += " " * (start - at) + (f"[{MARKUP[span.action.kind]}]{box}[/]" if markup else box)
+        at = stop
+    return line
+
+
+def to_png(timeline: Timeline, path: str | Path, title: str | None = None) -> None:
+    """Write a picture of the step to `path`; the suffix picks the format (.png, .svg, .pdf).
+
+    Raises ConfigError without matplotlib, for a format it does not write, and where the file cannot be written.
+    """
+    figure = _figure(timeline, title)
+    if Path(path).suffix.lstrip(".").lower() not in figure.canvas.get_supported_filetypes():
+        raise ConfigError(f"picture {path}", "the suffix of its name picks the format", "Use one of .png, .svg, .pdf")
+    try:
+        figure.savefig(path, dpi=160, facecolor="white")
+    except OSError as error:
+        raise ConfigError(f"picture {path}", f"cannot be written ({error.strerror})", "Name a file in an existing folder") from error
+
+
+def _figure(timeline: Timeline, title: str | None) -> Figure:
+    """One lane a rank, as wide as the shortest box needs."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("a picture", "matplotlib is not installed", "Run: pip install 'pymesh3d[plot]'") from error
+    schedule = timeline.schedule
+    lengths = [span.end - span.start for rank in range(schedule.pp) for span in timeline.compute(rank) if span.end > span.start]
+    time = timeline.makespan or 1.0
+    left, right, top, bottom = 0.75, 1.1, 0.82, 0.6  # inches around the lanes
+    lanes_width = min(max(BOX * time / min(lengths, default=time), SLIM - left - right), WIDE - left - right)
+    width, height = left + lanes_width + right, top + LANE_HEIGHT * schedule.pp + bottom
+
+    figure = Figure(figsize=(width, height))
+    axes = figure.add_axes((left / width, bottom / height, lanes_width / width, LANE_HEIGHT * schedule.pp / height))
+    axes.set(xlim=(0, time), ylim=(schedule.pp - 0.5, -0.5))
+    axes.set_yticks(range(schedule.pp), [f"rank {rank}" for rank in range(schedule.pp)])
+    axes.tick_params(axis="y", length=0, labelsize=9, labelcolor=INK, pad=5)
+    axes.tick_params(axis="x", length=0, labelsize=8, labelcolor=QUIET)
+    axes.spines[:].set_visible(False)
+    for rank in range(schedule.pp):
+        _draw_rank(axes, timeline, rank, points_per_time=72 * lanes_width / time)
+    heading = title or f"{schedule.name}: pp {schedule.pp}, microbatches {schedule.microbatches}"
+    figure.text(left / width, 1 - 0.3 / height, heading, fontsize=12.5, fontweight="bold", color=INK, va="center")
+    figure.text(left / width, 1 - 0.58 / height, caption(timeline), fontsize=9, color=QUIET, va="center")
+    _draw_legend(figure, timeline, (left / width, 0.12 / height))
+    return figure
+
+
+def _draw_rank(axes: Axes, timeline: Timeline, rank: int, points_per_time: float) -> None:
+    """One lane: a box for each forward and backward with the number of its microbatch, and how many are in flight at most."""
+    height = (rank - 0.42, 0.84)
+    spans = timeline.compute(rank)
+    boxes = [(span.start, span.end - span.start) for span in spans]
+    axes.broken_barh([axes.get_xlim()], height, facecolors=LANE)
+    axes.broken_barh(boxes, height, facecolors=[COLOUR[span.action.kind] for span in spans], edgecolors="white", linewidth=1.2)
+    for span, (start, length) in zip(spans, boxes, strict=True):
+        number = str(span.action.microbatch)
+        if length * points_per_time > POINTS_OF_DIGIT * len(number):
+            axes.text(start + length / 2, rank, number, ha="center", va="center_baseline", fontsize=8.5, color=INK)
+    stages = range(rank, timeline.schedule.stages, timeline.schedule.pp)
+    note = f"   {' + '.join(str(timeline.in_flight[stage]) for stage in stages)} in flight"
+    axes.text(1, rank, note, transform=axes.get_yaxis_transform(), va="center_baseline", fontsize=8.5, color=QUIET)
+
+
+def _draw_legend(figure: Figure, timeline: Timeline, corner: tuple[float, float]) -> None:
+    """The colours that occur, below the lanes."""
+    from matplotlib.patches import Patch
+
+    kinds = {span.action.kind for rank in range(timeline.schedule.pp) for span in timeline.compute(rank)}
+    handles = [Patch(color=colour, label=MEANING[kind]) for kind, colour in COLOUR.items() if kind in kinds]
+    handles.append(Patch(color=LANE, label="idle"))
+    figure.legend(handles=handles, loc="lower left", bbox_to_anchor=corner, ncols=len(handles), borderpad=0, borderaxespad=0,
+                  frameon=False, fontsize=8.5, labelcolor=INK, handlelength=1.2)  # fmt: skip

@@ -1,0 +1,255 @@
+"""Runs a schedule on paper: checks that it is right, finds deadlocks, and says when each action would start and end."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pymesh3d.errors import ConfigError
+from pymesh3d.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule, ScheduleError
+
+WORK: tuple[Kind, ...] = ("F", "B")  # what every stage does with every microbatch
+MAX_RECEIVES = 2  # receives from one rank to another that may be open (posted, not yet consumed) at a time: each holds a buffer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Times:
+    """How long things take, in any one unit: forward, backward, weight part of a split backward, a message. One number, or one a stage.
+
+    A message takes the time of the stage that sends it.
+    """
+
+    f: float | Sequence[float] = 1.0
+    b: float | Sequence[float] = 2.0
+    w: float | Sequence[float] = 0.0
+    comm: float | Sequence[float] = 0.0
+
+    def per_stage(self, stages: int) -> dict[str, list[float]]:
+        """Durations by kind of action and stage. Raises ConfigError for a wrong number of stages and for impossible durations."""
+        table = {}
+        for name, kinds in {"f": ("F",), "b": ("B",), "w": ("W",), "comm": SENDS}.items():
+            value = getattr(self, name)
+            durations = list(value) if isinstance(value, Sequence) else [value] * stages
+            if len(durations) != stages:
+                raise ConfigError(f"{len(durations)} times {name}", f"there are {stages} stages", f"Give one number, or {stages}")
+            if not all(math.isfinite(duration) and duration >= 0 for duration in durations):
+                raise ConfigError(f"times {name}={value}", "a duration is finite and not negative", f"Try {name}=1")
+            table.update(dict.fromkeys(kinds, durations))
+        return table
+
+
+class Span(NamedTuple):
+    """When an action runs. A send's span includes the time it is blocked, a forward's or backward's does not include waiting."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """A simulated step: what every rank does when."""
+
+    schedule: Schedule
+    ranks: tuple[tuple[Span, ...], ...]
+
+    def compute(self, rank: int) -> list[Span]:
+        """The forwards and backwards of `rank`: everything that is not idle time."""
+        return [span for span in self.ranks[rank] if span.action.kind in COMPUTE]
+
+    @property
+    def makespan(self) -> float:
+        """The time of the whole step."""
+        return max(span.end for spans in self.ranks for span in spans)
+
+    @property
+    def bubble_of_step(self) -> float:
+        """The part of all ranks' time, from the first start to the last end on any rank, in which nothing is computed."""
+        return self._idle(self.makespan * self.schedule.pp)
+
+    @property
+    def bubble_in_span(self) -> float:
+        """The same, but each rank's time counts only from its own first start to its own last end."""
+        return self._idle(sum(self.compute(rank)[-1].end - self.compute(rank)[0].start for rank in range(self.schedule.pp)))
+
+    def _idle(self, total: float) -> float:
+        busy = sum(span.end - span.start for rank in range(self.schedule.pp) for span in self.compute(rank))
+        return 1.0 - busy / total if total > 0 else 0.0
+
+    @property
+    def in_flight(self) -> list[int]:
+        """Per stage, the largest number of microbatches that are between the start of their forward and the end of their backward."""
+        now, peak = [0] * self.schedule.stages, [0] * self.schedule.stages
+        for spans in self.ranks:
+            for action, _, _ in spans:
+                now[action.stage] += {"F": 1, "B": -1}.get(action.kind, 0)
+                peak[action.stage] = max(peak[action.stage], now[action.stage])
+        return peak
+
+
+def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
+    """Check `schedule` and run it with the strictest transport (see actions.py).
+
+    A rank goes on until it has to wait for another. For what does not depend on which rank is taken first, so neither do the times.
+    Raises ScheduleError with the place of the fault.
+    """
+    check(schedule)
+    durations = (times or Times()).per_stage(schedule.stages)
+    run = _Run(schedule, durations)
+    while any(run.advance(rank) for rank in range(schedule.pp)):
+        pass
+    if not run.finished:
+        raise ScheduleError(schedule, "deadlock", dict(enumerate(run.position)), run.waits())
+    return Timeline(schedule=schedule, ranks=tuple(map(tuple, run.spans)))
+
+
+class _Run:
+    """Where every rank has got to, and which messages are expected and across."""
+
+    def __init__(self, schedule: Schedule, durations: dict[str, list[float]]) -> None:
+        self.schedule = schedule
+        self.durations = durations
+        self.position = [0] * schedule.pp
+        self.clock = [0.0] * schedule.pp
+        self.spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
+        self.posted: dict[Action, float] = {}  # receive -> when it was posted
+        self.arrived: dict[Action, float] = {}  # receive -> when its message was across
+
+    @property
+    def finished(self) -> bool:
+        return all(position == len(actions) for position, actions in zip(self.position, self.schedule.ranks, strict=True))
+
+    def advance(self, rank: int) -> bool:
+        """Run `rank` until it has to wait. False if it could do nothing."""
+        before = self.position[rank]
+        for action in self.schedule.ranks[rank][before:]:
+            if self.missing(action):
+                break
+            self.do(action, rank)
+        return self.position[rank] > before
+
+    def missing(self, action: Action) -> list[Action]:
+        """The receives that `action` waits for: a send for its being posted, a forward or backward for their message."""
+        if action.kind in SENDS:
+            return [action.counterpart] if action.counterpart not in self.posted else []
+        return [need for need in needs(self.schedule, action) if need.kind in RECEIVES and need not in self.arrived]
+
+    def do(self, action: Action, rank: int) -> None:
+        now = start = end = self.clock[rank]
+        if action.kind in RECEIVES:
+            self.posted[action] = now
+        elif action.kind in SENDS:
+            end = max(now, self.posted[action.counterpart]) + self.durations[action.kind][action.stage]
+            self.arrived[action.counterpart] = end
+        else:
+            start = max([now, *(self.arrived[need] for need in needs(self.schedule, action) if need.kind in RECEIVES)])
+            end = start + self.durations[action.kind][action.stage]
+        self.spans[rank].append(Span(action, start, end))
+        self.clock[rank] = end
+        self.position[rank] += 1
+
+    def waits(self) -> dict[int, str]:
+        """What each unfinished rank waits for, in words."""
+        text = {}
+        for rank, (position, actions) in enumerate(zip(self.position, self.schedule.ranks, strict=True)):
+            if position < len(actions):
+                need = self.missing(actions[position])[0]
+                holder = self.schedule.rank_of(need.stage)
+                other = self.schedule.rank_of(need.peer_stage) if holder == rank else holder
+                wanted = need.counterpart if holder == rank else need
+                text[rank] = f"waits for {self.schedule.text_of(wanted, other)} of rank {other}"
+        return text
+
+
+def needs(schedule: Schedule, action: Action) -> list[Action]:
+    """What must stand before `action` on the same rank."""
+    m, stage = action.microbatch, action.stage
+    here = schedule.rank_of(stage)
+    if action.kind == "F" and stage > 0:
+        return [Action("F", m, stage - 1) if schedule.rank_of(stage - 1) == here else Action("RF", m, stage)]
+    if action.kind == "B" and stage < schedule.stages - 1:
+        gradient = Action("B", m, stage + 1) if schedule.rank_of(stage + 1) == here else Action("RB", m, stage)
+        return [Action("F", m, stage), gradient]
+    if action.kind in ("B", "SF"):
+        return [Action("F", m, stage)]
+    if action.kind in ("W", "SB"):
+        return [Action("B", m, stage)]
+    return []
+
+
+def check(schedule: Schedule) -> None:
+    """What can be seen without running: all work is there once and in a possible order, messages match. Raises ScheduleError."""
+    for rank in range(schedule.pp):
+        _check_rank(schedule, rank)
+    _check_complete(schedule)
+    _check_messages(schedule)
+
+
+def _check_rank(schedule: Schedule, rank: int) -> None:
+    """Every action of `rank` is one it can do, stands there once, and comes after what it needs; few receives are open at a time."""
+    done: set[Action] = set()
+    opened: dict[int, set[Action]] = defaultdict(set)  # source rank -> receives posted and not yet consumed
+    for position, action in enumerate(schedule.ranks[rank]):
+        problem = _impossible(schedule, rank, action, done)
+        for need in needs(schedule, action) if not problem else []:
+            if need.kind in RECEIVES:
+                opened[schedule.rank_of(need.peer_stage)].discard(need)
+        if action.kind in RECEIVES and not problem:
+            source = schedule.rank_of(action.peer_stage)
+            opened[source].add(action)
+            if len(opened[source]) > MAX_RECEIVES:
+                problem = f"would be open receive number {len(opened[source])} from rank {source}, more than {MAX_RECEIVES}"
+        if problem:
+            raise ScheduleError(schedule, f"{schedule.text_of(action, rank)} of rank {rank} {problem}", {rank: position})
+        done.add(action)
+
+
+def _impossible(schedule: Schedule, rank: int, action: Action, done: set[Action]) -> str:
+    """Why `rank` cannot do `action` after what it has `done`, in words; empty if it can."""
+    if action.stage >= schedule.stages or schedule.rank_of(action.stage) != rank:
+        return "is of a stage that the rank does not hold"
+    if action.microbatch >= schedule.microbatches:
+        return "is of a microbatch that does not exist"
+    if action in done:
+        return "stands there twice"
+    if action.kind not in COMPUTE and not (0 <= action.peer_stage < schedule.stages and schedule.rank_of(action.peer_stage) != rank):
+        return "has no other rank at its other end"
+    missing = [schedule.text_of(need, rank) for need in needs(schedule, action) if need not in done]
+    return f"needs {' and '.join(missing)} before it" if missing else ""
+
+
+def _check_complete(schedule: Schedule) -> None:
+    """Every stage runs every microbatch forward and backward."""
+    present = {action for actions in schedule.ranks for action in actions}
+    for stage in range(schedule.stages):
+        rank = schedule.rank_of(stage)
+        for action in (Action(kind, m, stage) for m in range(schedule.microbatches) for kind in WORK):
+            if action not in present:
+                problem = f"{schedule.text_of(action, rank)} of rank {rank} is missing"
+                raise ScheduleError(schedule, problem, {rank: len(schedule.ranks[rank])})
+
+
+def _check_messages(schedule: Schedule) -> None:
+    """Every send has one receive, every receive one send, and from one rank to another both ends name them in the same order."""
+    position = {action: n for actions in schedule.ranks for n, action in enumerate(actions)}
+    sends: dict[tuple[int, int], list[Action]] = defaultdict(list)  # (source rank, target rank) -> in the order of the source
+    receives: dict[tuple[int, int], list[Action]] = defaultdict(list)  # the same in the order of the target
+    for action in position:
+        if action.kind in COMPUTE:
+            continue
+        rank, peer = schedule.rank_of(action.stage), schedule.rank_of(action.peer_stage)
+        if action.counterpart not in position:
+            wanted = f"{schedule.text_of(action.counterpart, peer)} on rank {peer}"
+            raise ScheduleError(schedule, f"{schedule.text_of(action, rank)} of rank {rank} has no {wanted}", {rank: position[action]})
+        if action.kind in SENDS:
+            sends[rank, peer].append(action)
+        else:
+            receives[peer, rank].append(action)
+    for (source, target), sent in sends.items():
+        for send, receive in zip(sent, receives[source, target], strict=True):
+            if send.counterpart != receive:
+                problem = f"rank {source} sends to rank {target} in another order than rank {target} receives"
+                raise ScheduleError(schedule, problem, {source: position[send], target: position[receive]})
