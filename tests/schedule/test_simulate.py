@@ -33,7 +33,7 @@ def test_the_same_runs_once_a_receive_is_posted_before_the_facing_send() -> None
 
 def test_a_message_that_is_waited_for_in_a_circle_is_a_deadlock() -> None:
     """Two stages a rank, in an order in which each first wants what the other would make next."""
-    ranks = ("RF0@2 F0@2 SF0@2 RB0@2 B0@2 SB0@2 F0@0 SF0@0 RB0@0 B0@0", "RF0@3 RF0@1 F0@1 SF0@1 F0@3 B0@3 SB0@3 RB0@1 B0@1 SB0@1")
+    ranks = ("RF0@2 F0@2 SF0@2 F0@0 SF0@0 RB0@2 B0@2 SB0@2 RB0@0 B0@0", "RF0@3 RF0@1 F0@1 SF0@1 F0@3 B0@3 SB0@3 RB0@1 B0@1 SB0@1")
     error = fault(hand_made(*ranks, virtual=2))
     assert error.problem == "deadlock"
     assert error.at == {0: 1, 1: 2}
