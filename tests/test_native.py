@@ -155,3 +155,18 @@ def test_core_under_the_sanitizers(fake: Build, tmp_path: Path) -> None:
     subprocess.run([COMPILER, *flags, *CORE, ROOT / "csrc" / "core_test.cpp", "-o", program, "-ldl"], check=True, timeout=100)
     done = subprocess.run([program, fake("*version = 22809; return 0;")], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+STALE = """
+import sys, types
+stale = types.ModuleType("pymesh3d._C")
+stale.version = "0.0.9"
+sys.modules["pymesh3d._C"] = stale
+from pymesh3d.comm import native
+print(native.available, native.probe("nccl"), native.reason)
+"""
+
+
+def test_core_of_another_version_is_not_used() -> None:
+    done = subprocess.run([sys.executable, "-c", STALE], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stdout.strip() == f"False None it was built for pymesh3d 0.0.9, this is {__version__}: install again", done.stderr

@@ -15,12 +15,12 @@ reason = ""
 try:
     import pymesh3d._C as _C
 except ModuleNotFoundError:
-    reason = "pymesh3d._C was not built at installation (it needs a C++17 compiler and Python.h: `apt-get install g++ python3-dev`)"
+    reason = "not built; `pip install -v` builds it where there is a C++17 compiler and Python.h (`apt-get install g++ python3-dev`)"
 except ImportError as error:
-    reason = f"pymesh3d._C does not load: {error}"
+    reason = f"it does not load: {error}"
 else:
     if _C.version != __version__:
-        reason = f"pymesh3d._C is of version {_C.version}, pymesh3d of {__version__}: install again"
+        reason = f"it was built for pymesh3d {_C.version}, this is {__version__}: install again"
 
 available = not reason
 """Whether the compiled part is here and of this version."""
