@@ -1,0 +1,114 @@
+"""Collectives on tensors along one mesh axis. On an axis of size 1 they cost nothing and return their input.
+
+Every failure becomes a DistributedError that names the operation, this rank, its peers and how long it waited.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from pymesh3d.errors import DistributedError
+from pymesh3d.mesh import Axis
+
+# torch 2.13 renamed these two; 2.11 knows only the old names
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@contextlib.contextmanager
+def named(operation: str, axis: Axis) -> Iterator[None]:
+    """Turn what torch.distributed raises inside into a DistributedError that says who waited for whom, and how long."""
+    began = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, DistributedError):
+            raise
+        peers = [rank for rank in axis.ranks if rank != axis.ranks[axis.rank]]
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DistributedError(
+            f"rank {axis.ranks[axis.rank]}: {operation} over axis {axis.name} with ranks {peers} failed "
+            f"after {time.monotonic() - began:.1f} s: "
+            f"{reason}. One of these ranks has probably stopped; its own output says why"
+        ) from error
+
+
+class Pending:
+    """A collective under way. `wait()` returns its tensor; on CUDA the current stream waits, not the host."""
+
+    def __init__(self, tensor: torch.Tensor, work: dist.Work | None = None, operation: str = "", axis: Axis | None = None) -> None:
+        self._tensor, self._work, self._operation, self._axis = tensor, work, operation, axis
+
+    def wait(self) -> torch.Tensor:
+        """The finished tensor."""
+        if self._work is not None:
+            assert self._axis is not None, "work without an axis"
+            with named(self._operation, self._axis):
+                self._work.wait()
+            self._work = None
+        return self._tensor
+
+
+def _reduce_op(name: str) -> dist.ReduceOp.RedOpType:
+    return {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[name]
+
+
+def all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> Pending:
+    """Replace `x` by its sum (or max) over the ranks of `axis`, the same bits on each."""
+    if axis.size == 1:
+        return Pending(x)
+    with named("all-reduce", axis):
+        return Pending(x, dist.all_reduce(x, op=_reduce_op(op), group=axis.group, async_op=True), "all-reduce", axis)
+
+
+def all_gather(x: torch.Tensor, axis: Axis) -> Pending:
+    """The ranks' tensors, concatenated along dim 0 in rank order."""
+    if axis.size == 1:
+        return Pending(x)
+    x = x.contiguous()
+    out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    with named("all-gather", axis):
+        return Pending(out, _all_gather_single(out, x, group=axis.group, async_op=True), "all-gather", axis)
+
+
+def reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
+    """This rank's part, along dim 0, of the sum over the ranks of `axis`."""
+    if axis.size == 1:
+        return Pending(x)
+    x = x.contiguous()
+    out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
+    with named("reduce-scatter", axis):
+        return Pending(out, _reduce_scatter_single(out, x, group=axis.group, async_op=True), "reduce-scatter", axis)
+
+
+def all_to_all(x: torch.Tensor, axis: Axis) -> Pending:
+    """Part i of `x` along dim 0 goes to rank i; part i of the result came from rank i."""
+    if axis.size == 1:
+        return Pending(x)
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    with named("all-to-all", axis):
+        return Pending(out, dist.all_to_all_single(out, x, group=axis.group, async_op=True), "all-to-all", axis)
+
+
+def broadcast_(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
+    """Overwrite `x` with the tensor of the rank at coordinate `source`."""
+    if axis.size > 1:
+        with named("broadcast", axis):
+            dist.broadcast(x, src=axis.ranks[source], group=axis.group)
+    return x
+
+
+def barrier(axis: Axis, device: torch.device) -> None:
+    """Wait until every rank of `axis` is here."""
+    all_reduce_(torch.zeros(1, device=device), axis).wait()
+
+
+def gather_rows(values: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The ranks' small vectors as the rows of a matrix [ranks, n], the same bits on each rank."""
+    return all_gather(values.reshape(1, -1), axis).wait()

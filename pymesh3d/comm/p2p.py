@@ -1,0 +1,106 @@
+"""Point-to-point channels between neighbouring pipeline stages.
+
+One channel a neighbour and direction, each with a process group of its own, so that what waits on one never blocks the
+other; all are made and used once at start, in one global order. A channel is a queue: what is sent first is received first.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from pymesh3d.comm.collectives import named
+from pymesh3d.mesh import Axis, Mesh
+
+
+class Channel:
+    """One direction between two ranks. The sender calls `send`, the receiver `post` (early) and `take` (when it needs the tensor)."""
+
+    def __init__(self, axis: Axis, *, sender: bool, operation: str) -> None:
+        self._axis = axis
+        self._sender = sender
+        self._operation = operation
+        self._sent: collections.deque[tuple[dist.Work, torch.Tensor]] = collections.deque()
+        self._posted: collections.deque[tuple[dist.Work, torch.Tensor]] = collections.deque()
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Start sending; the tensor is kept alive until it has left."""
+        assert self._sender, "this end of the channel receives"
+        self._forget_finished()
+        tensor = tensor.detach().contiguous()
+        with named(f"send of {self._operation}", self._axis):
+            work = dist.isend(tensor, dst=self._axis.ranks[1], group=self._axis.group)
+        assert work is not None, "both ends of a channel belong to its group"
+        self._sent.append((work, tensor))
+
+    def post(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        """Get ready to receive the next tensor."""
+        assert not self._sender, "this end of the channel sends"
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+        with named(f"receive of {self._operation}", self._axis):
+            work = dist.irecv(tensor, src=self._axis.ranks[0], group=self._axis.group)
+        assert work is not None, "both ends of a channel belong to its group"
+        self._posted.append((work, tensor))
+
+    def take(self) -> torch.Tensor:
+        """The oldest posted tensor, once it has arrived."""
+        work, tensor = self._posted.popleft()
+        with named(f"receive of {self._operation}", self._axis):
+            work.wait()
+        return tensor
+
+    def flush(self) -> None:
+        """Wait until all that was sent has left."""
+        while self._sent:
+            work, _ = self._sent.popleft()
+            with named(f"send of {self._operation}", self._axis):
+                work.wait()
+
+    def _forget_finished(self) -> None:
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()[0].wait()
+
+
+class Channels:
+    """The channels of one rank of a pipeline, None at its ends: activations go from stage to stage, gradients the other way."""
+
+    activations_in: Channel | None
+    activations_out: Channel | None
+    gradients_in: Channel | None
+    gradients_out: Channel | None
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.activations_in = self.activations_out = self.gradients_in = self.gradients_out = None
+        for stage in range(mesh.pp.size - 1):  # one global order: stage by stage, activations first
+            pairs = mesh.along("pp")[:, stage : stage + 2]
+            for line in mesh.new_lines("pp", pairs.tolist()):
+                if line.rank == 0:
+                    self.activations_out = _connect(line, "activations", mesh.device)
+                else:
+                    self.activations_in = _connect(line, "activations", mesh.device)
+            for line in mesh.new_lines("pp", pairs[:, ::-1].tolist()):
+                if line.rank == 0:
+                    self.gradients_out = _connect(line, "gradients", mesh.device)
+                else:
+                    self.gradients_in = _connect(line, "gradients", mesh.device)
+
+    def flush(self) -> None:
+        """Wait until all that was sent has left."""
+        for channel in (self.activations_out, self.gradients_out):
+            if channel is not None:
+                channel.flush()
+
+
+def _connect(line: Axis, operation: str, device: torch.device) -> Channel:
+    """The channel from the first to the second rank of `line`, used once so that its connection stands."""
+    channel = Channel(line, sender=line.rank == 0, operation=operation)
+    if line.rank == 0:
+        channel.send(torch.zeros(1, device=device))
+        channel.flush()
+    else:
+        channel.post((1,), torch.float32, device)
+        channel.take()
+    return channel

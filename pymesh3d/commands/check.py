@@ -1,0 +1,244 @@
+"""`pymesh3d check`: the same seed and data in one process of plain PyTorch and in many layouts; do the numbers agree?"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+
+from pymesh3d.comm.collectives import gather_rows
+from pymesh3d.commands.layouts import Row, covering_rows, every_row
+from pymesh3d.config import ModelConfig, TrainConfig
+from pymesh3d.engine import DTYPES, IGNORE_INDEX, parallelize
+from pymesh3d.mesh import Mesh, exchange_text, init_mesh
+from pymesh3d.models.llama import Llama, initialize_
+
+STEPS = 3
+SEED = 20
+# The largest difference that passes, by the measure of `difference`. float64: rounding only. bf16: every layout rounds
+# partial sums at other places, and AdamW's first steps are nearly +-lr whatever the gradient's size, so the parameters'
+# bound is a fraction of STEPS * lr.
+BOUNDS = {
+    "float64": {"loss": 1e-12, "gradients": 1e-12, "parameters": 1e-12},
+    "bfloat16": {"loss": 2e-3, "gradients": 6e-2, "parameters": 6e-2},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What one process computes: initial values, losses of the steps, gradients of the first, parameters after the last."""
+
+    initial: dict[str, torch.Tensor]
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How one row differs from the reference; `first` names the first tensor beyond the bound."""
+
+    row: Row
+    seconds: float
+    loss: float
+    losses_equal: bool
+    initial_equal: bool
+    loss_difference: float
+    gradients: float
+    parameters: float
+    first: str
+
+    def passed(self, dtype: str) -> bool:
+        """Whether every difference is within the bounds of this dtype."""
+        bound = BOUNDS[dtype]
+        near = self.loss_difference <= bound["loss"] and self.gradients <= bound["gradients"] and self.parameters <= bound["parameters"]
+        return near and self.losses_equal and self.initial_equal
+
+
+def difference(a: torch.Tensor, b: torch.Tensor, largest: float) -> float:
+    """max|a - b| / max(max|b|, largest / 1000), `largest` being the largest value among all tensors of b's kind."""
+    return float((a.double() - b.double()).abs().max()) / max(float(b.double().abs().max()), largest / 1000)
+
+
+def sample(model: ModelConfig, train: TrainConfig, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A global batch of random tokens; some targets are left out, unevenly, and the first sample has none at all."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    ids = torch.randint(model.vocab, (train.global_batch, train.seq + 1), generator=generator)
+    targets = ids[:, 1:].clone()
+    targets[torch.rand(targets.shape, generator=generator) < 0.3] = IGNORE_INDEX
+    targets[0] = IGNORE_INDEX
+    return ids[:, :-1].contiguous(), targets
+
+
+def groups_of(model: torch.nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """AdamW groups as anyone writes them: weight decay for matrices only."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def one_process(config: ModelConfig, train: TrainConfig, dtype: torch.dtype, device: torch.device) -> Reference:
+    """Plain PyTorch on one device: the unparallelised model, F.cross_entropy, clip_grad_norm_, torch.optim.AdamW."""
+    model = Llama(config, dtype=dtype, device=device)
+    initialize_(model, train.seed)
+    initial = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(groups_of(model, train.weight_decay), lr=train.lr, betas=train.betas, eps=train.eps)
+    losses, gradients = [], {}
+    for step in range(STEPS):
+        ids, targets = (part.to(device) for part in sample(config, train, step))
+        loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
+        loss.backward()
+        if step == 0:
+            gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+        torch.nn.utils.clip_grad_norm_(model.parameters(), train.max_norm or float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return Reference(
+        initial=initial, losses=losses, gradients=gradients, parameters={name: p.detach() for name, p in model.named_parameters()}
+    )
+
+
+def compare(row: Row, reference: Reference, dtype: str, device: str) -> Outcome:
+    """Run one row on all ranks and compare; every rank returns the same outcome."""
+    began = time.monotonic()
+    train = dataclasses.replace(row.train(dtype), seed=SEED)
+    mesh = init_mesh(tp=row.tp, pp=row.pp, dp=row.dp, device=device)
+    try:
+        engine = parallelize(Llama(row.model, device="meta"), mesh, train)
+        initial_equal = all(torch.equal(value, reference.initial[name].to(value.dtype)) for name, value in engine.whole_parameters())
+        losses, gradients, first = [], 0.0, ""
+        for step in range(STEPS):
+            batch = tuple(part.chunk(mesh.dp.size)[mesh.dp.rank] for part in sample(row.model, train, step))
+            loss, _ = engine.forward_backward(batch)  # type: ignore[arg-type]
+            if step == 0:
+                gradients, first = worst(dict(engine.whole_gradients()), reference.gradients, BOUNDS[dtype]["gradients"], "gradient of ")
+            engine.optimizer_step()
+            losses.append(loss)
+        parameters, first_parameter = worst(dict(engine.whole_parameters()), reference.parameters, BOUNDS[dtype]["parameters"], "")
+        losses_differ = max(abs(a - b) / abs(b) for a, b in zip(losses, reference.losses, strict=True))
+        return agree(
+            mesh, row, time.monotonic() - began, losses, initial_equal, losses_differ, gradients, parameters, first or first_parameter
+        )
+    finally:
+        mesh.close()
+
+
+def worst(values: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], bound: float, what: str) -> tuple[float, str]:
+    """The largest difference over this rank's tensors, and the name of the first beyond the bound."""
+    largest = max(float(t.double().abs().max()) for t in reference.values())
+    differences = {name: difference(value, reference[name], largest) for name, value in values.items()}
+    return max(differences.values()), next((what + name for name, value in differences.items() if not value <= bound), "")
+
+
+def agree(
+    mesh: Mesh,
+    row: Row,
+    seconds: float,
+    losses: list[float],
+    initial_equal: bool,
+    losses_differ: float,
+    gradients: float,
+    parameters: float,
+    first: str,
+) -> Outcome:
+    """Collect what each rank found; NaN counts as the largest difference."""
+    mine = torch.tensor([losses_differ, gradients, parameters, float(not initial_equal), *losses], dtype=torch.float64, device=mesh.device)
+    rows = gather_rows(mine, mesh.all)
+    loss_difference, gradients, parameters, unequal = rows[:, :4].nan_to_num(nan=torch.inf).amax(0).tolist()
+    names = [name for name in exchange_text(first, mesh.device) if name]
+    return Outcome(
+        row=row,
+        seconds=seconds,
+        loss=losses[-1],
+        losses_equal=bool((rows[:, 4:] == rows[0, 4:]).all()),
+        initial_equal=not unequal,
+        loss_difference=loss_difference,
+        gradients=gradients,
+        parameters=parameters,
+        first=names[0] if names else "",
+    )
+
+
+def run(world: int, *, all_rows: bool, device: str, json_file: str | None) -> int:
+    """Compare every row on the ranks that are here. Returns 0 when all agree, 1 otherwise."""
+    dtype = "bfloat16" if device == "cuda" else "float64"
+    rows = every_row(world) if all_rows else covering_rows(every_row(world))
+    mesh = init_mesh(dp=world, device=device, threads=1 if device == "cpu" else None)
+    console = Console(file=sys.stdout, quiet=mesh.rank != 0)
+
+    @functools.cache
+    def reference(model: ModelConfig, train: TrainConfig) -> Reference:
+        return one_process(model, train, DTYPES[dtype], mesh.device)
+
+    outcomes = []
+    began = time.monotonic()
+    with console.status(f"{len(rows)} layouts of {world} ranks, {dtype} on {device}") as status:
+        for number, row in enumerate(rows, 1):
+            train = row.train(dtype)
+            plain = TrainConfig(seq=train.seq, global_batch=train.global_batch, lr=train.lr, seed=SEED)  # all that one process has
+            outcomes.append(compare(row, reference(row.model, plain), dtype, device))
+            status.update(f"{number} of {len(rows)} layouts of {world} ranks done")
+    failed = [outcome for outcome in outcomes if not outcome.passed(dtype)]
+    console.print(table(outcomes, dtype))
+    seconds = time.monotonic() - began
+    console.print(
+        f"{len(outcomes) - len(failed)} of {len(outcomes)} layouts agree with one process in {dtype} ({seconds:.0f} s); "
+        f"largest difference allowed: {', '.join(f'{what} {bound:g}' for what, bound in BOUNDS[dtype].items())}"
+    )
+    if json_file and mesh.rank == 0:
+        Path(json_file).write_text(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes], indent=1))
+    mesh.close()
+    return 1 if failed else 0
+
+
+def table(outcomes: list[Outcome], dtype: str) -> Table:
+    """One line a row; a row that differs is marked and names its first differing tensor."""
+    shown = Table(title="Each layout against one process")
+    for name in (
+        "tp",
+        "pp",
+        "dp",
+        "zero",
+        "schedule",
+        "seq. par.",
+        "tied",
+        "kv < tp",
+        "recompute",
+        "loss",
+        "d loss",
+        "d gradients",
+        "d parameters",
+        "s",
+        "",
+    ):
+        shown.add_column(name, justify="right" if name not in ("schedule", "") else "left")
+    for outcome in outcomes:
+        row, good = outcome.row, outcome.passed(dtype)
+        reasons = [outcome.first] if outcome.first else []
+        reasons += [] if outcome.initial_equal else ["initial weights differ"]
+        reasons += [] if outcome.losses_equal else ["loss differs between ranks"]
+        flags = [
+            str(row.zero_stage),
+            row.schedule,
+            *("yes" if flag else "no" for flag in (row.sequence_parallel, row.tied, row.few_kv)),
+            row.recompute,
+        ]
+        numbers = [
+            f"{outcome.loss:.6f}",
+            *(f"{value:.1e}" for value in (outcome.loss_difference, outcome.gradients, outcome.parameters)),
+            f"{outcome.seconds:.1f}",
+        ]
+        verdict = "ok" if good else f"DIFFERS: {', '.join(reasons) or 'loss'}"
+        shown.add_row(str(row.tp), str(row.pp), str(row.dp), *flags, *numbers, verdict, style=None if good else "bold red")
+    return shown

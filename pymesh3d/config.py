@@ -1,0 +1,230 @@
+"""What a run consists of: frozen, keyword-only records, checked once when they are made and never changed afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from pymesh3d.errors import ConfigError
+
+AXES = ("pp", "dp", "cp", "tp")  # outer to inner: neighbouring ranks share a tp group
+
+
+def divisors(n: int) -> list[int]:
+    """All positive divisors of `n`, ascending."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _positive(record: object, *names: str) -> None:
+    for name in names:
+        value = getattr(record, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name}={value!r}", f"{name} must be a positive integer", f"Try {name}=1 or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes of the mesh axes; their product is the world size. One of them may be -1 until `resolve` is called."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        free = [axis for axis in AXES if getattr(self, axis) == -1]
+        if len(free) > 1:
+            raise ConfigError(f"{'=-1 and '.join(free)}=-1", "at most one axis can be left open", "Give all but one a size")
+        for axis in AXES:
+            if axis not in free:
+                _positive(self, axis)
+        if self.cp != 1:
+            raise ConfigError(f"cp={self.cp}", "context parallelism is not available yet", "Use cp=1 and a larger tp or dp")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Axis sizes in the order of `AXES`."""
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.sizes)
+
+    def resolve(self, world: int) -> Layout:
+        """The same layout with -1 replaced, checked against `world` ranks."""
+        fixed = math.prod(size for size in self.sizes if size != -1)
+        free = [axis for axis in AXES if getattr(self, axis) == -1]
+        if world % fixed or (not free and fixed != world):
+            raise ConfigError(
+                f"world size {world} with {self}",
+                f"the axes multiply to {fixed}, which must {'divide' if free else 'equal'} the world size",
+                f"With {world} ranks {self._alternative(world)} fits",
+            )
+        return dataclasses.replace(self, **{free[0]: world // fixed}) if free else self
+
+    def _alternative(self, world: int) -> Layout:
+        """The nearest layout of `world` ranks: tp kept as large as divides, then pp, the rest dp."""
+        tp = max(d for d in divisors(world) if d <= max(self.tp, 1))
+        pp = max(d for d in divisors(world // tp) if d <= max(self.pp, 1))
+        return Layout(tp=tp, pp=pp, dp=world // tp // pp)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES if axis != "cp" or self.cp != 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A Llama-like model: RMSNorm, rotary embedding, grouped-query attention, SwiGLU."""
+
+    vocab: int = 256
+    dim: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    ffn: int = 384
+    tied: bool = False
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        _positive(self, "vocab", "dim", "layers", "heads", "kv_heads", "ffn")
+        if self.dim % self.heads or (self.dim // self.heads) % 2:
+            valid = [h for h in divisors(self.dim) if (self.dim // h) % 2 == 0]
+            raise ConfigError(
+                f"dim={self.dim}, heads={self.heads}",
+                "dim must be heads times an even head size (rotary embedding turns pairs)",
+                f"For dim={self.dim} heads can be one of {valid}",
+            )
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                f"heads={self.heads}, kv_heads={self.kv_heads}",
+                "kv_heads must divide heads",
+                f"For heads={self.heads} kv_heads can be one of {divisors(self.heads)}",
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.dim // self.heads
+
+    @staticmethod
+    def load(name_or_file: str) -> ModelConfig:
+        """A model by its name in `MODELS`, or from a JSON file that holds fields of this record."""
+        if name_or_file in MODELS:
+            return MODELS[name_or_file]
+        path = Path(name_or_file)
+        if not path.is_file():
+            raise ConfigError(f"model {name_or_file!r}", "neither a known name nor a file", f"Known names: {', '.join(MODELS)}")
+        try:
+            fields: Any = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model file {path}", f"not readable as JSON ({error})", "See README for an example") from error
+        known = {field.name for field in dataclasses.fields(ModelConfig)}
+        if not isinstance(fields, dict) or not set(fields) <= known:
+            extra = sorted(set(fields) - known) if isinstance(fields, dict) else fields
+            raise ConfigError(f"model file {path} with {extra}", "unknown fields", f"Fields are: {', '.join(sorted(known))}")
+        return ModelConfig(**fields)
+
+
+MODELS = {
+    "tiny": ModelConfig(),
+    "small": ModelConfig(dim=256, layers=8, heads=8, kv_heads=4, ffn=768),
+    # The two models of the benchmarks (1,107,363,840 and 7,248,023,552 parameters).
+    "1b": ModelConfig(vocab=32768, dim=2048, layers=16, heads=32, kv_heads=8, ffn=8192, rope_theta=500_000.0),
+    "8b": ModelConfig(vocab=32768, dim=4096, layers=32, heads=32, kv_heads=8, ffn=14336, rope_theta=500_000.0),
+}
+
+DTYPES = ("float32", "bfloat16", "float64")
+SCHEDULES = ("gpipe", "1f1b")
+RECOMPUTE = ("none", "full")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How a model is trained on a layout: everything but the model, the mesh and the data."""
+
+    seq: int = 128
+    global_batch: int = 16
+    micro_batch: int = 2
+    steps: int = 300
+    schedule: str = "1f1b"
+    zero_stage: int = 1
+    sequence_parallel: bool = False
+    recompute: str = "none"
+    compile: bool = False
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    max_norm: float | None = 1.0
+    dtype: str = "float32"
+    reduce_dtype: str | None = None
+    seed: int = 0
+    vocab_multiple: int = 128
+
+    def __post_init__(self) -> None:
+        _positive(self, "seq", "global_batch", "micro_batch", "steps", "vocab_multiple")
+        self._one_of("schedule", SCHEDULES)
+        self._one_of("zero_stage", (0, 1))
+        self._one_of("recompute", RECOMPUTE)
+        if self.dtype == "float16":
+            raise ConfigError(
+                "dtype='float16'", "fp16 needs loss scaling, which this package leaves out", "Use bfloat16: same size, no scaling"
+            )
+        self._one_of("dtype", DTYPES)
+        if self.reduce_dtype is not None:
+            self._one_of("reduce_dtype", DTYPES)
+        for name, low in (("lr", 0.0), ("weight_decay", 0.0), ("eps", 0.0)):
+            if not math.isfinite(getattr(self, name)) or getattr(self, name) < low:
+                raise ConfigError(f"{name}={getattr(self, name)}", f"{name} must be finite and at least {low}", f"Try the default {name}")
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise ConfigError(f"max_norm={self.max_norm}", "max_norm must be above 0", "Use max_norm=None to switch clipping off")
+
+    def _one_of(self, name: str, allowed: tuple[Any, ...]) -> None:
+        value = getattr(self, name)
+        if value not in allowed:
+            raise ConfigError(
+                f"{name}={value!r}",
+                f"{name} must be one of {', '.join(map(str, allowed))}",
+                f"The default is {type(self).__dataclass_fields__[name].default}",
+            )
+
+
+def validate(model: ModelConfig, layout: Layout, train: TrainConfig) -> None:
+    """Refuse a combination that cannot run, before any process starts or talks to another.
+
+    Raises ConfigError.
+    """
+    tp, pp, dp = layout.tp, layout.pp, layout.dp
+    heads_ok = [t for t in divisors(model.heads) if t % model.kv_heads == 0 or model.kv_heads % t == 0]
+    if tp not in heads_ok:
+        raise ConfigError(
+            f"heads={model.heads}, kv_heads={model.kv_heads}, tp={tp}",
+            "tp must divide heads, and one of tp and kv_heads must divide the other",
+            f"tp can be one of {heads_ok}",
+        )
+    if model.ffn % tp:
+        raise ConfigError(
+            f"ffn={model.ffn}, tp={tp}", "tp must divide ffn", f"tp can be one of {[t for t in heads_ok if model.ffn % t == 0]}"
+        )
+    if train.sequence_parallel and train.seq % tp:
+        raise ConfigError(
+            f"seq={train.seq}, tp={tp}, sequence_parallel=True",
+            "tp must divide seq, because each tp rank holds an equal part of the sequence",
+            f"Use seq={math.ceil(train.seq / tp) * tp}, or sequence_parallel=False",
+        )
+    if model.layers < pp:
+        raise ConfigError(f"layers={model.layers}, pp={pp}", "each stage needs at least one layer", f"Use pp={model.layers} or less")
+    if model.tied and pp > 1:
+        raise ConfigError(f"tied=True, pp={pp}", "a tied head must stand on the stage of the embedding", "Use tied=False, or pp=1")
+    if train.global_batch % dp:
+        rounded = math.ceil(train.global_batch / dp) * dp
+        raise ConfigError(
+            f"global_batch={train.global_batch}, dp={dp}",
+            "dp must divide global_batch, so that no dp rank has more to do",
+            f"Use global_batch={rounded}",
+        )

@@ -1,0 +1,30 @@
+"""The gradient norm, the same number on every rank; it is also the vote: a non-finite norm means nobody takes the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from pymesh3d.comm.collectives import gather_rows
+from pymesh3d.mesh import Mesh
+
+
+@torch.no_grad()
+def gradient_norm(shards: Iterable[torch.Tensor], mesh: Mesh, p: float = 2.0) -> torch.Tensor:
+    """The p-norm (p >= 1 or infinity) of all gradients, float64 [], from the disjoint pieces that the ranks hold.
+
+    Summed in float64 over each piece, then over ranks in rank order, so every rank computes the same bits.
+    """
+    maximum = p == float("inf")
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for piece in shards:
+        value = torch.linalg.vector_norm(piece, p, dtype=torch.float64)
+        total = torch.maximum(total, value) if maximum else total + value**p
+    rows = gather_rows(total, mesh.all)[:, 0]
+    return rows.amax() if maximum else rows.sum() ** (1 / p)
+
+
+def clip_factor(norm: torch.Tensor, max_norm: float | None) -> torch.Tensor:
+    """What gradients are multiplied by so that their norm is at most `max_norm`: torch's rule, max_norm / (norm + 1e-6), at most 1."""
+    return torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -1,0 +1,130 @@
+"""ZeRO stages 0 and 1: gradients summed over dp, an optimizer over the whole buckets or over one shard of each.
+
+Stage 0 keeps everything on every rank. Stage 1 keeps fp32 master weights and optimizer state for one shard; the sum of
+gradients goes to the shard's owner and the new parameters come back. Both add up the same numbers in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from pymesh3d.comm.collectives import all_gather, all_reduce_, all_to_all, broadcast_
+from pymesh3d.dp.buckets import Bucket, make_buckets
+from pymesh3d.mesh import Mesh
+from pymesh3d.placement import placement_of
+
+BUCKET_ELEMENTS = 32 * 2**20
+
+
+def decays(parameter: nn.Parameter) -> bool:
+    """Whether weight decay applies: to matrices, not to norms and biases."""
+    return parameter.ndim >= 2
+
+
+class Zero:
+    """Owns the flat buffers of a stage's parameters and the optimizer over them. Reading order: reduce, clip, step.
+
+    `optimizer` makes a torch optimizer from parameter groups of flat master weights; `reduce_dtype` is what a rank's
+    contribution is rounded to, once, before it is sent (default: the parameters' dtype).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        *,
+        stage: int,
+        optimizer: Callable[[Iterable[dict[str, Any]]], torch.optim.Optimizer],
+        weight_decay: float,
+        reduce_dtype: torch.dtype | None = None,
+        bucket_elements: int = BUCKET_ELEMENTS,
+    ) -> None:
+        self.mesh, self.stage, self.reduce_dtype = mesh, stage, reduce_dtype
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.buckets = make_buckets(trained, shards=mesh.dp.size, elements=bucket_elements, decays=decays)
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(_move_grad)
+        for bucket in self.buckets:
+            broadcast_(bucket.weights, mesh.dp)
+        self.masters = [nn.Parameter(self._owned(b, b.weights).to(b.grads.dtype), requires_grad=True) for b in self.buckets]
+        groups = []
+        for decay in (True, False):
+            flat = [master for master, bucket in zip(self.masters, self.buckets, strict=True) if bucket.decay == decay]
+            if flat:
+                groups.append({"params": flat, "weight_decay": weight_decay if decay else 0.0})
+        self.optimizer = optimizer(groups)
+
+    def _owned(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
+        return flat if self.stage == 0 else bucket.shard(flat, self.mesh.dp.rank)
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Sum gradients: over tp where ranks hold summands of one parameter, then over dp into the owner's shard."""
+        self._sum_replicas()
+        if self.mesh.dp.size == 1:
+            return  # nothing is sent, so nothing is rounded
+        sent = [(bucket, all_to_all(bucket.grads.to(self.reduce_dtype or bucket.weights.dtype), self.mesh.dp)) for bucket in self.buckets]
+        for bucket, pending in sent:
+            rows = pending.wait().view(self.mesh.dp.size, -1)
+            shard = bucket.shard(bucket.grads, self.mesh.dp.rank)
+            torch.sum(rows, 0, dtype=shard.dtype, out=shard)
+            if self.stage == 0:
+                bucket.grads.copy_(all_gather(shard, self.mesh.dp).wait())
+
+    @torch.no_grad()
+    def reduced_grads(self) -> list[torch.Tensor]:
+        """The flat gradients of each bucket as `reduce` makes them, whole on every rank; what was accumulated stays untouched."""
+        kept = [bucket.grads.clone() for bucket in self.buckets]
+        self.reduce()
+        reduced = [all_gather(bucket.shard(bucket.grads, self.mesh.dp.rank).clone(), self.mesh.dp).wait() for bucket in self.buckets]
+        for bucket, grads in zip(self.buckets, kept, strict=True):
+            bucket.grads.copy_(grads)
+        return reduced
+
+    def _sum_replicas(self) -> None:
+        by_replicas: dict[int, list[torch.Tensor]] = {}
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                for start, stop, replicas in placement_of(slot.parameter).summed(self.mesh.tp.rank):
+                    by_replicas.setdefault(replicas, []).append(bucket.grads[slot.start + start : slot.start + stop])
+        for replicas, ranges in sorted(by_replicas.items()):
+            summed = all_reduce_(torch.cat(ranges), self.mesh.subgroup(self.mesh.tp, replicas)).wait()
+            for target, source in zip(ranges, summed.split([r.numel() for r in ranges]), strict=True):
+                target.copy_(source)
+
+    def shard_grads(self) -> list[list[torch.Tensor]]:
+        """Per bucket, the reduced gradients that this rank contributes to the norm: every number of the model once over all ranks."""
+        ranks = self.mesh.tp.rank, self.mesh.dp.rank
+        return [[bucket.shard(bucket.grads, ranks[1])[start:stop] for start, stop in bucket.counted(*ranks)] for bucket in self.buckets]
+
+    @torch.no_grad()
+    def step(self, scale: torch.Tensor | float = 1.0) -> None:
+        """Multiply the gradients by `scale` (clipping), update the master weights, and give every rank the new parameters."""
+        for bucket, master in zip(self.buckets, self.masters, strict=True):
+            master.grad = self._owned(bucket, bucket.grads).mul_(scale)
+        self.optimizer.step()
+        sent = []
+        for bucket, master in zip(self.buckets, self.masters, strict=True):
+            master.grad = None
+            owned = self._owned(bucket, bucket.weights)
+            owned.copy_(master)  # rounds to bf16; for float32 both are the same memory
+            if self.stage == 1 and self.mesh.dp.size > 1:
+                sent.append((bucket, all_gather(owned, self.mesh.dp)))
+        for bucket, pending in sent:
+            bucket.weights.copy_(pending.wait())
+
+    def zero_grad(self) -> None:
+        """Forget all accumulated gradients."""
+        for bucket in self.buckets:
+            bucket.grads.zero_()
+
+
+def _move_grad(parameter: torch.Tensor) -> None:
+    """Add what autograd left in `.grad` to the flat buffer; layers that write there themselves leave nothing."""
+    if parameter.grad is not None:
+        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+        parameter.grad = None

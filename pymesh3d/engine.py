@@ -1,0 +1,213 @@
+"""`parallelize` and `Engine.train_step`: the whole recipe in the order it is carried out. Reading starts here."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from pymesh3d.comm.collectives import all_reduce_, gather_rows
+from pymesh3d.comm.p2p import Channels
+from pymesh3d.comm.whole import whole
+from pymesh3d.config import ModelConfig, TrainConfig, validate
+from pymesh3d.dp.norm import clip_factor, gradient_norm
+from pymesh3d.dp.zero import Zero
+from pymesh3d.errors import ConfigError
+from pymesh3d.initial import materialize
+from pymesh3d.mesh import Mesh, exchange_text, require_equal
+from pymesh3d.models.llama import Llama, initialize_, plan
+from pymesh3d.placement import placement_of
+from pymesh3d.pp.run import Microbatch, run
+from pymesh3d.pp.stage import Stage, keep_layers
+from pymesh3d.schedule.partition import partition
+from pymesh3d.schedule.schedules import build
+from pymesh3d.tp.loss import vocab_parallel_cross_entropy
+from pymesh3d.tp.plan import parallelize_module
+
+log = logging.getLogger("pymesh3d")
+
+IGNORE_INDEX = -100
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+Optimizer = Callable[[Iterable[dict[str, Any]]], torch.optim.Optimizer]
+
+
+def parallelize(model: Llama, mesh: Mesh, config: TrainConfig | None = None, *, optimizer: Optimizer | None = None) -> Engine:
+    """Spread a model over the mesh, in place, and return what trains it.
+
+    A model on the meta device gets its initial values from `config.seed`; one with values keeps those of the first rank.
+    `optimizer` makes a torch optimizer from parameter groups (default: AdamW with the values of `config`).
+    Raises ConfigError, before any communication, when model, layout and training do not fit together.
+    """
+    config = config or TrainConfig()
+    validate(model.config, mesh.layout, config)
+    require_equal(exchange_text(f"{model.config} {config}"[-190:], mesh.device), "configuration")
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+
+    # Tensor parallelism first, on the whole model: names and ties are those of the unsharded one, and nothing is allocated yet.
+    parallelize_module(model, mesh, plan(config.vocab_multiple), sequence_parallel=config.sequence_parallel)
+    # Then this stage's layers; what other ranks run is dropped before memory is taken for it.
+    keep_layers(
+        model, stage_layers(model.config, mesh.pp.size)[mesh.pp.rank], first=mesh.pp.rank == 0, last=mesh.pp.rank == mesh.pp.size - 1
+    )
+    model.to(dtype=DTYPES[config.dtype])
+    if on_meta:
+        materialize(model, mesh.device)
+        initialize_(model, config.seed, mesh.tp.rank)
+    else:
+        model.to(device=mesh.device)
+    # Recompute and compilation wrap each layer's forward, so they come once the layers are what they will be.
+    model.recompute = config.recompute
+    if config.compile:
+        for layer in model.layers.values():
+            layer.compile()
+    # Data parallelism last: it moves the parameters into its flat buffers.
+    zero = Zero(
+        model,
+        mesh,
+        stage=config.zero_stage,
+        optimizer=optimizer
+        or functools.partial(torch.optim.AdamW, lr=config.lr, betas=config.betas, eps=config.eps, fused=mesh.device.type == "cuda"),
+        weight_decay=config.weight_decay,
+        reduce_dtype=DTYPES[config.reduce_dtype] if config.reduce_dtype else None,
+    )
+    return Engine(model, mesh, config, zero)
+
+
+def stage_layers(model: ModelConfig, stages: int) -> list[range]:
+    """Which layers each stage runs, balanced by cost: the head weighs as many layers as its matrix has of a layer's numbers."""
+    layer = model.dim * (2 * model.dim + 2 * model.kv_heads * model.head_dim + 3 * model.ffn)
+    return partition([1.0] * model.layers, stages, last=model.vocab * model.dim / layer)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step did, the same on every rank: mean loss over valid tokens of the global batch, gradient norm, tokens, taken or not."""
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    taken: bool
+
+
+class Engine:
+    """A model on a mesh. `train_step` takes one optimizer step; `forward_backward` and `optimizer_step` are its two halves."""
+
+    def __init__(self, model: Llama, mesh: Mesh, config: TrainConfig, zero: Zero) -> None:
+        self.model, self.mesh, self.config, self.zero = model, mesh, config, zero
+        self.steps_taken = 0
+        self.steps_skipped = 0
+        self.channels = Channels(mesh)
+        self._divisor = torch.ones((), dtype=torch.int64, device=mesh.device)
+        self.stage = Stage(model, first=mesh.pp.rank == 0, last=mesh.pp.rank == mesh.pp.size - 1, loss=self._loss)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer over this rank's flat master weights; learning-rate schedulers of torch work on it."""
+        return self.zero.optimizer
+
+    def train_step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> StepResult:
+        """One step on this dp rank's share of the global batch: (token ids [B, S], targets [B, S], -100 where there is none)."""
+        loss, tokens = self.forward_backward(batch)
+        grad_norm, taken = self.optimizer_step()
+        return StepResult(loss=loss, grad_norm=grad_norm, tokens=tokens, taken=taken)
+
+    def forward_backward(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, int]:
+        """Add the gradients of one global batch's mean loss. Returns that loss and the number of tokens, the same on every rank.
+
+        Called several times before `optimizer_step`, the gradients add up.
+        """
+        microbatches, tokens = self._prepare(batch)
+        schedule = build(self.config.schedule, self.mesh.pp.size, len(microbatches))
+        loss = run(schedule.ranks[self.mesh.pp.rank], self.stage, self.channels, microbatches)
+        return self._agree_on_loss(loss), tokens
+
+    @torch.no_grad()
+    def optimizer_step(self) -> tuple[float, bool]:
+        """Reduce the gradients, agree on their norm, and update unless it is not finite. Returns the norm and whether a step was taken."""
+        self.zero.reduce()
+        norm = gradient_norm((piece for bucket in self.zero.shard_grads() for piece in bucket), self.mesh)
+        grad_norm = norm.item()
+        taken = math.isfinite(grad_norm)  # every rank has the same bits, so all take the step or none
+        if taken:
+            self.zero.step(clip_factor(norm, self.config.max_norm))
+            self.steps_taken += 1
+        else:
+            self.steps_skipped += 1
+            if self.mesh.rank == 0:
+                log.warning("gradient norm is %s: step skipped on all ranks (%d skipped so far)", grad_norm, self.steps_skipped)
+        self.zero.zero_grad()
+        return grad_norm, taken
+
+    def eval_step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+        """The mean loss over the valid tokens of a global batch, without gradients; the same on every rank."""
+        microbatches, _ = self._prepare(batch)
+        actions = [a for a in build("gpipe", self.mesh.pp.size, len(microbatches)).ranks[self.mesh.pp.rank] if a.kind in ("F", "SF", "RF")]
+        return self._agree_on_loss(run(actions, self.stage, self.channels, microbatches, train=False))
+
+    def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter of this stage, unsharded, by its full name. All ranks of the stage must iterate to the end."""
+        for parameter in self.model.parameters():
+            placement = placement_of(parameter)
+            yield placement.name, whole(parameter, placement, self.mesh.tp)
+
+    def whole_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What `optimizer_step` is going to use: every gradient of this stage, reduced and unsharded, by its parameter's full name."""
+        grads = self.zero.reduced_grads()
+        for parameter in self.model.parameters():
+            placement = placement_of(parameter)
+            if placement.zero is not None:
+                bucket, start = placement.zero
+                local = grads[bucket][start : start + parameter.numel()].view_as(parameter)
+                yield placement.name, whole(local, placement, self.mesh.tp)
+
+    def _prepare(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[list[Microbatch], int]:
+        ids, targets = (part.to(self.mesh.device, non_blocking=True) for part in self._checked(batch))
+        counts = torch.stack(((targets != IGNORE_INDEX).sum(), torch.tensor(ids.numel(), device=ids.device)))
+        valid, tokens = all_reduce_(counts, self.mesh.dp).wait()
+        self._divisor = valid.clamp(min=1)
+        number = math.ceil(ids.shape[0] / self.config.micro_batch)
+        held = ids.shape[1] // (self.mesh.tp.size if self.config.sequence_parallel else 1)
+        dtype = DTYPES[self.config.dtype]
+        pairs = zip(ids.tensor_split(number), targets.tensor_split(number), strict=True)
+        return [Microbatch(i, t, (held * i.shape[0], self.model.config.dim), dtype) for i, t in pairs], int(tokens)
+
+    def _checked(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, targets = batch
+        if ids.ndim != 2 or ids.shape != targets.shape or not ids.numel():
+            raise ConfigError(
+                f"token ids {tuple(ids.shape)}, targets {tuple(targets.shape)}",
+                "both must be [batch, sequence], alike and not empty",
+                "See Engine.train_step",
+            )
+        if self.config.sequence_parallel and ids.shape[1] % self.mesh.tp.size:
+            longer = math.ceil(ids.shape[1] / self.mesh.tp.size) * self.mesh.tp.size
+            raise ConfigError(
+                f"sequence of {ids.shape[1]}, tp={self.mesh.tp.size}, sequence_parallel=True",
+                "tp must divide the sequence",
+                f"Pad it to {longer}, with targets -100",
+            )
+        vocab = self.model.config.vocab
+        if ids.device.type == "cpu" and not (int(ids.min()) >= 0 and int(ids.max()) < vocab):
+            raise ConfigError(
+                f"token ids from {int(ids.min())} to {int(ids.max())}",
+                f"the model's vocabulary has {vocab} entries",
+                f"Ids must be 0..{vocab - 1}",
+            )
+        return ids, targets
+
+    def _loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Sum over this microbatch's valid tokens, divided by their number in the whole global batch."""
+        rows, labels = logits.transpose(0, 1).flatten(0, 1), targets.t().reshape(-1)
+        summed = vocab_parallel_cross_entropy(rows, labels, IGNORE_INDEX, reduction="sum", mesh=self.mesh, vocab=self.model.config.vocab)
+        return summed / self._divisor
+
+    def _agree_on_loss(self, loss: torch.Tensor) -> float:
+        """The sum of the dp ranks' losses. tp ranks hold the same one, so the first speaks for them."""
+        mine = loss if self.mesh.tp.rank == 0 else torch.zeros_like(loss)
+        return float(gather_rows(mine, self.mesh.all).sum().item())

@@ -1,0 +1,228 @@
+"""The mesh: ranks <-> coordinates on the axes pp, dp, cp, tp, and a process group for each axis.
+
+Ranks are numbered with tp innermost, so tp groups are neighbours and stay inside one host when they fit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pymesh3d.config import AXES, Layout
+from pymesh3d.errors import ConfigError, DistributedError
+from pymesh3d.topology import Topology, host_name, nvidia_links
+
+PROTOCOL = "pymesh3d 0.1"  # ranks that say another one do not understand each other's messages
+_TEXT_BYTES = 192
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Axis:
+    """One rank's view of one mesh axis: its coordinate, the axis' size, and the ranks it talks to along it."""
+
+    name: str
+    rank: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup
+
+    @property
+    def size(self) -> int:
+        """Number of ranks along the axis."""
+        return len(self.ranks)
+
+
+class Mesh:
+    """A grid of ranks. Make it with `init_mesh`; `print(mesh)` shows it.
+
+    `mesh.tp`, `mesh.pp`, `mesh.dp`, `mesh.cp` and `mesh.all` are `Axis` records; `mesh["tp"]` is a slice of the DeviceMesh.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, topology: Topology, *, owns_process_group: bool) -> None:
+        self.layout = layout
+        self.device = device
+        self.topology = topology
+        self.rank = dist.get_rank()
+        self.ranks = np.arange(layout.world).reshape(layout.sizes)
+        self.device_mesh: DeviceMesh = init_device_mesh(device.type, layout.sizes, mesh_dim_names=AXES)
+        self._owns_process_group = owns_process_group
+        self._subgroups: dict[tuple[str, int], Axis] = {}
+        self._groups: list[dist.ProcessGroup] = []
+        world_group = dist.group.WORLD
+        assert world_group is not None, "a mesh needs an initialised process group"
+        self.all = Axis("all", self.rank, tuple(range(layout.world)), world_group)
+        self.pp, self.dp, self.cp, self.tp = (self._axis(name) for name in AXES)
+        self._warn_of_slow_tp()
+
+    def _axis(self, name: str) -> Axis:
+        coordinates = list(self.coordinates(self.rank))
+        where = AXES.index(name)
+        rank = coordinates[where]
+        index: list[int | slice] = [*coordinates]
+        index[where] = slice(None)
+        return Axis(name, rank, tuple(int(r) for r in self.ranks[tuple(index)]), self.device_mesh[name].get_group())
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """The coordinates of a rank on the axes pp, dp, cp, tp."""
+        return tuple(int(c) for c in np.unravel_index(rank, self.ranks.shape))
+
+    def axis(self, name: str) -> Axis:
+        """The axis of that name."""
+        if name not in AXES:
+            raise ConfigError(f"axis {name!r}", "no such mesh axis", f"Axes are {', '.join(AXES)}")
+        found: Axis = getattr(self, name)
+        return found
+
+    def __getitem__(self, name: str | tuple[str, ...]) -> DeviceMesh:
+        return self.device_mesh[name]
+
+    def subgroup(self, axis: Axis, size: int) -> Axis:
+        """The run of `size` neighbours on `axis` with this rank in it. The first call for a size is collective over the mesh."""
+        if size == axis.size:
+            return axis
+        assert axis.size % size == 0, f"{axis.size} ranks on {axis.name} do not divide into runs of {size}"
+        key = (axis.name, size)
+        if key not in self._subgroups:
+            (self._subgroups[key],) = self.new_lines(f"{axis.name} replicas", self.along(axis.name).reshape(-1, size).tolist())
+        return self._subgroups[key]
+
+    def along(self, name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+        """All groups of ranks along an axis, one a row."""
+        where = AXES.index(name)
+        return np.moveaxis(self.ranks, where, -1).reshape(-1, self.ranks.shape[where])
+
+    def new_lines(self, name: str, lines: Sequence[Sequence[int]]) -> list[Axis]:
+        """A process group for each line of ranks; every rank of the mesh must call with the same. Returns those with this rank."""
+        mine = []
+        for ranks in lines:
+            group = dist.new_group(list(ranks))
+            if self.rank in ranks:
+                self._groups.append(group)
+                mine.append(Axis(name, list(ranks).index(self.rank), tuple(ranks), group))
+        return mine
+
+    def links(self) -> dict[str, str]:
+        """The slowest link that each axis crosses, over all its groups."""
+        return {name: self.topology.slowest_of(self.along(name).tolist()) for name in AXES}
+
+    def _warn_of_slow_tp(self) -> None:
+        if self.rank == 0 and self.tp.size > 1:
+            for ranks in self.along("tp").tolist():
+                link = self.topology.slowest(ranks)
+                if link == "network" or (self.device.type == "cuda" and link != "NVLink"):
+                    warnings.warn(f"tp group {ranks} leaves the NVLink domain: its slowest link is {link}", stacklevel=4)
+                    break
+
+    def close(self) -> None:
+        """Destroy the process groups that this mesh made (all of them, if `init_mesh` started torch.distributed)."""
+        if self._owns_process_group and dist.is_initialized():
+            dist.destroy_process_group()
+            return
+        for group in [*self._groups, *(self.axis(name).group for name in AXES)]:
+            if group is not self.all.group:
+                dist.destroy_process_group(group)
+        self._groups.clear()
+
+    def __str__(self) -> str:
+        shown = [name for name in AXES if name != "cp" or self.cp.size > 1]
+        array = np.array2string(self.ranks.reshape([s for n, s in zip(AXES, self.ranks.shape, strict=True) if n in shown]), separator=" ")
+        lines = [f"{self.layout} = {self.layout.world} ranks on {len(set(self.topology.hosts))} host(s), {self.device.type}", array]
+        lines += [f"  {name} {self.axis(name).size:>4}  slowest link: {link}" for name, link in self.links().items() if name in shown]
+        return "\n".join(lines)
+
+
+def init_mesh(
+    *, tp: int = 1, pp: int = 1, dp: int = -1, cp: int = 1, device: str | None = None, timeout_s: float = 300.0, threads: int | None = None
+) -> Mesh:
+    """Join the processes that torchrun or `pymesh3d.launch` started (or be the only one) and arrange them as a mesh.
+
+    One axis may be -1: whatever is left. `device`: "cuda" or "cpu", by default whichever this machine has. `timeout_s` bounds
+    every wait for another rank. Raises ConfigError before any communication when the sizes do not fit the number of ranks,
+    DistributedError when ranks cannot meet or do not run the same version.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else _env_int("WORLD_SIZE", 1)
+    layout = Layout(pp=pp, dp=dp, cp=cp, tp=tp).resolve(world)
+    where = _device(device)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    owns = not dist.is_initialized()
+    if owns:
+        _join(where, world, timeout_s)
+    try:
+        texts = exchange_text(f"{PROTOCOL}, torch {torch.__version__.split('+')[0]}|{host_name()}|{where.index or 0}", where)
+        versions, hosts, devices = zip(*(text.split("|") for text in texts), strict=True)
+        require_equal(versions, "version")
+        links = nvidia_links() if where.type == "cuda" and world > 1 else {}
+        topology = Topology(hosts=hosts, devices=tuple(map(int, devices)), links=links, on_gpu=where.type == "cuda")
+        return Mesh(layout, where, topology, owns_process_group=owns)
+    except BaseException:
+        if owns:
+            dist.destroy_process_group()
+        raise
+
+
+def _env_int(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdigit():
+        raise ConfigError(f"{name}={text!r}", "the environment variable must be a whole number", "Start the program with torchrun")
+    return int(text)
+
+
+def _device(kind: str | None) -> torch.device:
+    if kind is None:
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind not in ("cpu", "cuda"):
+        raise ConfigError(f"device={kind!r}", "the device must be cpu or cuda", "Leave it out to take what this machine has")
+    if kind == "cpu":
+        return torch.device("cpu")
+    local, count = _env_int("LOCAL_RANK", 0), torch.cuda.device_count()
+    if local >= count:
+        raise ConfigError(
+            f"local rank {local} with {count} GPU(s) here",
+            "each rank needs a GPU of its own",
+            f"Start {count or 'no'} rank(s) here, or use device='cpu'",
+        )
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def _join(device: torch.device, world: int, timeout_s: float) -> None:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = datetime.timedelta(seconds=timeout_s)
+    try:
+        if "RANK" in os.environ or world > 1:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        address = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+        raise DistributedError(
+            f"rank {os.environ.get('RANK', '0')} of {world} could not meet the others at {address} within {timeout_s:.0f} s: {error}. "
+            "If the port is in use, give another MASTER_PORT; if ranks are missing, look at their own output"
+        ) from error
+
+
+def exchange_text(text: str, device: torch.device) -> list[str]:
+    """One short text from every rank, in rank order."""
+    data = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return [row.cpu().numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in everyone]
+
+
+def require_equal(texts: Sequence[str], what: str) -> None:
+    """Raise DistributedError naming the ranks whose text differs from the most common one."""
+    common = max(set(texts), key=texts.count)
+    others = [f"rank {rank} has {text!r}" for rank, text in enumerate(texts) if text != common]
+    if others:
+        raise DistributedError(
+            f"all ranks must have the same {what}, {common!r}, but {'; '.join(others[:8])}. Install and start the same everywhere"
+        )

@@ -1,0 +1,1 @@
+"""Reference models, written in plain PyTorch: they never mention ranks."""

@@ -1,0 +1,163 @@
+"""A Llama-like language model in plain PyTorch. It runs alone as it is; `plan` says how tensor parallelism cuts it.
+
+Legend: B batch, S sequence, T = S * B tokens in sequence-major order (token s of every sample, then s + 1), D model width,
+H heads, G KV heads, E head width, F ffn width, V vocabulary. Sequence-major order keeps a slice of the sequence contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pymesh3d.config import ModelConfig
+from pymesh3d.initial import fill_
+from pymesh3d.placement import Part, placement_of
+from pymesh3d.tp.plan import Column, Norm, Row, Style, Vocab
+
+
+class FusedLinear(nn.Linear):
+    """Several projections of one input with one weight, their rows one after another. `parts` are the output sizes."""
+
+    def __init__(self, in_features: int, cut: tuple[Part, ...], **options: Any) -> None:
+        super().__init__(in_features, sum(part.size for part in cut), bias=False, **options)
+        self.cut = cut
+        self.parts = tuple(part.size for part in cut)
+
+
+def rotary(seq: int, head_dim: int, theta: float, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine [S, 1, 1, E/2] of the rotary position angles (Su et al. 2021, eq. 34)."""
+    exact = torch.float64 if like.dtype == torch.float64 else torch.float32
+    rates = theta ** (-torch.arange(0, head_dim, 2, device=like.device, dtype=exact) / head_dim)
+    angles = torch.outer(torch.arange(seq, device=like.device, dtype=exact), rates)[:, None, None, :]
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Turn the pairs (first half, second half) of x [S, B, heads, E] by the position's angles."""
+    cos, sin = rope
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped queries."""
+
+    def __init__(self, config: ModelConfig, **options: Any) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        query = Part(size=config.heads * config.head_dim, heads=config.heads)
+        key = Part(size=config.kv_heads * config.head_dim, heads=config.kv_heads)
+        self.qkv = FusedLinear(config.dim, (query, key, key), **options)
+        self.out = nn.Linear(config.dim, config.dim, bias=False, **options)
+
+    def forward(self, x: torch.Tensor, batch: int, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """x [T, D] -> [T, D]. How many heads there are is read off the projection, so a cut layer works unchanged."""
+        parts: tuple[int, ...] = self.qkv.parts
+        q, k, v = (part.view(-1, batch, part.shape[-1] // self.head_dim, self.head_dim) for part in self.qkv(x).split(parts, dim=-1))
+        q, k = rotate(q, rope), rotate(k, rope)
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))  # [B, heads, S, E]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        y = self.out(y.permute(2, 0, 1, 3).flatten(2).flatten(0, 1))
+        return y
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020): down(silu(gate x) * up x)."""
+
+    def __init__(self, config: ModelConfig, **options: Any) -> None:
+        super().__init__()
+        self.gate_up = FusedLinear(config.dim, (Part(size=config.ffn), Part(size=config.ffn)), **options)
+        self.down = nn.Linear(config.ffn, config.dim, bias=False, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, D] -> [T, D]."""
+        parts: tuple[int, ...] = self.gate_up.parts
+        gate, up = self.gate_up(x).split(parts, dim=-1)
+        y: torch.Tensor = self.down(F.silu(gate) * up)
+        return y
+
+
+class Block(nn.Module):
+    """One pre-norm transformer layer."""
+
+    def __init__(self, config: ModelConfig, **options: Any) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps, **options)
+        self.attention = Attention(config, **options)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps, **options)
+        self.ffn = FeedForward(config, **options)
+
+    def forward(self, h: torch.Tensor, batch: int, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """h [T, D] -> [T, D]."""
+        h = h + self.attention(self.attention_norm(h), batch, rope)
+        y: torch.Tensor = h + self.ffn(self.ffn_norm(h))
+        return y
+
+
+class Llama(nn.Module):
+    """The whole model, or, once a pipeline has cut it, the modules of one stage (the others are None or gone; names stay).
+
+    `recompute` "full" keeps only the input of each layer and computes the rest again in backward.
+    """
+
+    def __init__(self, config: ModelConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.recompute = "none"
+        options = {"device": device, "dtype": dtype}
+        self.embed: nn.Module | None = nn.Embedding(config.vocab, config.dim, device=device, dtype=dtype)
+        self.layers = nn.ModuleDict({str(i): Block(config, **options) for i in range(config.layers)})
+        self.norm: nn.Module | None = nn.RMSNorm(config.dim, eps=config.norm_eps, device=device, dtype=dtype)
+        self.head: nn.Module | None = nn.Linear(config.dim, config.vocab, bias=False, device=device, dtype=dtype)
+        if config.tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor, h: torch.Tensor | None = None) -> torch.Tensor:
+        """Token ids [B, S] -> logits [B, S, V]. A later stage also gets h [T, D]; one without the head returns h."""
+        batch, seq = ids.shape
+        if self.embed is not None:
+            h = self.embed(ids.t().reshape(-1))
+        assert h is not None, "a stage without the embedding needs the hidden states of the one before"
+        rope = rotary(seq, self.config.head_dim, self.config.rope_theta, h)
+        for layer in self.layers.values():
+            if self.recompute == "full" and torch.is_grad_enabled():
+                h = checkpoint(layer, h, batch, rope, use_reentrant=False, preserve_rng_state=False)
+            else:
+                h = layer(h, batch, rope)
+        if self.norm is None or self.head is None:
+            return h
+        logits: torch.Tensor = self.head(self.norm(h))
+        return logits.view(seq, batch, -1).transpose(0, 1)
+
+
+def plan(vocab_multiple: int) -> Mapping[str, Style]:
+    """How tensor parallelism cuts the model."""
+    return {
+        "embed": Vocab(vocab_multiple=vocab_multiple),
+        "layers.*.attention.qkv": Column(),
+        "layers.*.attention.out": Row(),
+        "layers.*.ffn.gate_up": Column(),
+        "layers.*.ffn.down": Row(),
+        "layers.*_norm": Norm(),
+        "norm": Norm(),
+        "head": Column(vocab_multiple=vocab_multiple),
+    }
+
+
+@torch.no_grad()
+def initialize_(model: Llama, seed: int, tp_rank: int = 0) -> None:
+    """Fill every parameter from the seed and its full name: matrices normal with deviation 0.02, those that write into the
+    residual stream 0.02 / sqrt(2 layers) (GPT-2's rule), norms 1."""
+    residual = 0.02 / (2 * model.config.layers) ** 0.5
+    for name, parameter in model.named_parameters():
+        placement = placement_of(parameter)
+        if parameter.ndim == 1:
+            parameter.fill_(1.0)
+        else:
+            scale = residual if name.endswith(("attention.out.weight", "ffn.down.weight")) else 0.02
+            fill_(parameter, placement, tp_rank, seed=seed, name=placement.name or name, kind="normal", scale=scale)

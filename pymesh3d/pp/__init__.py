@@ -1,0 +1,1 @@
+"""Pipeline parallelism: one stage's share of a model, and the interpreter of a schedule."""

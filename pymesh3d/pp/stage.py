@@ -1,0 +1,60 @@
+"""One stage of a pipeline: which modules of a model it keeps, and its microbatches in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def keep_layers(model: nn.Module, layers: range, *, first: bool, last: bool) -> None:
+    """Remove from the model what other stages run: layers outside `layers`, and `embed`, `norm`, `head` unless at that end.
+
+    The model holds `layers` as an nn.ModuleDict keyed by number, so what stays keeps its full name.
+    """
+    held = model.get_submodule("layers")
+    assert isinstance(held, nn.ModuleDict), "a model to be cut holds its layers in an nn.ModuleDict"
+    for key in list(held):
+        if int(key) not in layers:
+            del held[key]
+    if not first:
+        model.embed = None  # type: ignore[assignment]
+    if not last:
+        model.norm = model.head = None  # type: ignore[assignment]
+
+
+class Stage:
+    """Runs forward and backward of microbatches through one stage and keeps what backward needs in between.
+
+    `module(ids, h)` computes the stage; the last one's output goes through `loss(output, targets)`, a sum over tokens that
+    is already divided by what the whole global batch is divided by.
+    """
+
+    def __init__(self, module: nn.Module, *, first: bool, last: bool, loss: Loss) -> None:
+        self.module, self.first, self.last, self._loss = module, first, last, loss
+        self._in_flight: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
+
+    def forward(self, microbatch: int, ids: torch.Tensor, targets: torch.Tensor, h: torch.Tensor | None, *, train: bool) -> torch.Tensor:
+        """The hidden states for the next stage, or the loss on the last."""
+        if train and h is not None:
+            h.requires_grad_()
+        with torch.set_grad_enabled(train):
+            output: torch.Tensor = self.module(ids, h)
+            if self.last:
+                output = self._loss(output, targets)
+        if train:
+            self._in_flight[microbatch] = (h, output)
+        return output.detach()
+
+    def backward(self, microbatch: int, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """Back-propagate one microbatch; the gradient for the stage before, None on the first."""
+        h, output = self._in_flight.pop(microbatch)
+        torch.autograd.backward(output, grad)
+        return None if h is None else h.grad
+
+    def forget(self) -> None:
+        """Drop what a failed step left behind."""
+        self._in_flight.clear()

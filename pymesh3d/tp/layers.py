@@ -1,0 +1,314 @@
+"""Layers whose weights are cut across the tensor-parallel axis. Each is a drop-in for its torch.nn namesake and returns a tensor.
+
+Legend: T tokens (the dim before the features), K in features, N out features, V vocabulary, D embedding width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from pymesh3d.comm.collectives import broadcast_
+from pymesh3d.errors import ConfigError
+from pymesh3d.initial import fill_, materialize
+from pymesh3d.mesh import Axis, Mesh
+from pymesh3d.ops.features import gather_features, split_features
+from pymesh3d.ops.linear import column_linear, row_linear, vocab_lookup
+from pymesh3d.placement import Part, Placement, place, placement_of
+
+
+def tp_axis(mesh: Mesh | DeviceMesh | Axis) -> Axis:
+    """The tensor-parallel axis of a Mesh, or of a torch DeviceMesh that is one-dimensional or has a dim called "tp"."""
+    if isinstance(mesh, Axis):
+        return mesh
+    if isinstance(mesh, Mesh):
+        return mesh.tp
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim != 1 and "tp" not in names:
+        raise ConfigError(
+            f"DeviceMesh with dims {names or mesh.ndim}", "no dim called 'tp'", "Name it 'tp', or hand over a one-dimensional slice"
+        )
+    line = mesh if mesh.ndim == 1 else mesh["tp"]
+    return Axis("tp", line.get_local_rank(), tuple(dist.get_process_group_ranks(line.get_group())), line.get_group())
+
+
+def _common_seed(axis: Axis, device: torch.device) -> int:
+    """A seed drawn from torch's default generator of the axis' first rank, the same on all its ranks."""
+    seed = torch.randint(2**62, (1,)).to(device)
+    return int(broadcast_(seed, axis).item())
+
+
+class _Sharded(nn.Module):
+    """What the layers share: making a parameter from its placement, filling it, taking it from a whole one."""
+
+    def __init__(self, mesh: Mesh | DeviceMesh | Axis, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.axis = tp_axis(mesh)
+        self.sequence_parallel = sequence_parallel
+        self._default_device = mesh.device if isinstance(mesh, Mesh) else None
+
+    def _parameter(self, placement: Placement, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Parameter:
+        parameter = nn.Parameter(torch.empty(placement.local_shape(), device=device or self._default_device, dtype=dtype))
+        place(parameter, placement)
+        return parameter
+
+    def _take(self, parameter: nn.Parameter, whole: torch.Tensor) -> None:
+        """Copy this rank's shard from the first rank's whole tensor, so that shards fit together whatever each rank had."""
+        parameter.requires_grad_(whole.requires_grad)
+        if whole.is_meta:
+            return
+        whole = whole.detach()
+        if self.axis.size > 1:
+            whole = broadcast_(whole.clone().contiguous(), self.axis)
+        with torch.no_grad():
+            placement_of(parameter).shard(whole, parameter, self.axis.rank)
+
+    def _check_tokens(self, x: torch.Tensor, tokens: int) -> None:
+        if self.sequence_parallel and tokens % self.axis.size:
+            raise ConfigError(
+                f"input {tuple(x.shape)} with sequence_parallel=True, tp={self.axis.size}",
+                f"tp must divide the {tokens} tokens",
+                f"Pad to {math.ceil(tokens / self.axis.size) * self.axis.size} tokens, or use sequence_parallel=False",
+            )
+
+
+def _linear_reset(layer: _Sharded, weight: nn.Parameter, bias: nn.Parameter | None, in_features: int) -> None:
+    """nn.Linear's distribution for the whole layer: uniform within 1 / sqrt(in_features), whatever a rank holds of it."""
+    if weight.is_meta:
+        return
+    seed, bound = _common_seed(layer.axis, weight.device), 1 / math.sqrt(in_features)
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None:
+            fill_(parameter, placement_of(parameter), layer.axis.rank, seed=seed, name=name, kind="uniform", scale=bound)
+
+
+class ColumnParallelLinear(_Sharded):
+    """y = x W^T + b with the N rows of W and b cut across tp: in [..., T, K], out [..., T, N/tp] (or N with gather_output).
+
+    With sequence_parallel the input is [..., T/tp, K] and is gathered. `parts` cuts a fused weight part by part (sizes, or
+    `Part`s with heads for q|k|v); the output then holds this rank's [q|k|v], of the sizes in the attribute `parts`. `heads`
+    is the number of units that stay whole; fewer heads than tp are replicated on neighbouring ranks. `vocab_multiple` pads
+    N to a multiple of tp times it (the head of a language model).
+    Raises ConfigError when tp does not divide what is cut.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        *,
+        mesh: Mesh | DeviceMesh | Axis,
+        parts: Sequence[int | Part] | None = None,
+        heads: int | None = None,
+        vocab_multiple: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(mesh, sequence_parallel)
+        self.in_features, self.out_features, self.gather_output = in_features, out_features, gather_output
+        cut = _parts(out_features, parts, heads, vocab_multiple, self.axis.size)
+        placement = Placement(shape=(out_features, in_features), parts=cut, ranks=self.axis.size, partial=True)
+        if gather_output and (len(cut) > 1 or cut[0].replicas(self.axis.size) > 1):
+            raise ConfigError(
+                "gather_output=True with several parts or replicated heads",
+                "the gathered order would not be the layer's",
+                "Gather each part",
+            )
+        self.parts = placement.local_parts()
+        self.weight = self._parameter(placement, device, dtype)
+        bias_placement = Placement(shape=(out_features,), parts=cut, ranks=self.axis.size, partial=True)
+        self.bias = self._parameter(bias_placement, device, dtype) if bias else None
+        _linear_reset(self, self.weight, self.bias, in_features)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        *,
+        mesh: Mesh | DeviceMesh | Axis,
+        parts: Sequence[int | Part] | None = None,
+        heads: int | None = None,
+        vocab_multiple: int | None = None,
+    ) -> ColumnParallelLinear:
+        """This rank's part of an existing nn.Linear (the first tp rank's values count). A `cut` attribute of it stands for `parts`."""
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            gather_output,
+            sequence_parallel,
+            mesh=mesh,
+            parts=parts if parts is not None else getattr(linear, "cut", None),
+            heads=heads,
+            vocab_multiple=vocab_multiple,
+            device="meta",
+            dtype=linear.weight.dtype,
+        )
+        materialize(layer, linear.weight.device)
+        layer._take(layer.weight, linear.weight)
+        if layer.bias is not None:
+            layer._take(layer.bias, linear.bias)
+        return layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., T, K] (or [..., T/tp, K]) -> [..., T, N/tp] (or N)."""
+        y = column_linear(x, self.weight, self.bias, self.axis, self.sequence_parallel)
+        return gather_features(y, self.axis)[..., : self.out_features] if self.gather_output else y
+
+    def extra_repr(self) -> str:
+        """Sizes of the whole layer and how it is cut."""
+        return f"{self.in_features}, {self.out_features}, tp={self.axis.size}, sequence_parallel={self.sequence_parallel}"
+
+
+class RowParallelLinear(_Sharded):
+    """y = x W^T + b with the K columns of W cut across tp: in [..., T, K/tp], out [..., T, N], b added once.
+
+    With sequence_parallel the output is [..., T/tp, N]. With input_is_parallel=False the whole [..., T, K] comes in.
+    Raises ConfigError when tp does not divide K, or T under sequence_parallel.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        sequence_parallel: bool = False,
+        *,
+        mesh: Mesh | DeviceMesh | Axis,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(mesh, sequence_parallel)
+        self.in_features, self.out_features, self.input_is_parallel = in_features, out_features, input_is_parallel
+        cut = Part(size=in_features)
+        cut.check(self.axis.size, f"in_features={in_features}")
+        self.weight = self._parameter(
+            Placement(shape=(out_features, in_features), dim=1, parts=(cut,), ranks=self.axis.size), device, dtype
+        )
+        bias_placement = Placement(shape=(out_features,), ranks=self.axis.size, partial=sequence_parallel)
+        self.bias = self._parameter(bias_placement, device, dtype) if bias else None
+        _linear_reset(self, self.weight, self.bias, in_features)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, input_is_parallel: bool = True, sequence_parallel: bool = False, *, mesh: Mesh | DeviceMesh | Axis
+    ) -> RowParallelLinear:
+        """This rank's part of an existing nn.Linear (the first tp rank's values count)."""
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            input_is_parallel,
+            sequence_parallel,
+            mesh=mesh,
+            device="meta",
+            dtype=linear.weight.dtype,
+        )
+        materialize(layer, linear.weight.device)
+        layer._take(layer.weight, linear.weight)
+        if layer.bias is not None:
+            layer._take(layer.bias, linear.bias)
+        return layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., T, K/tp] -> [..., T, N] (or [..., T/tp, N])."""
+        if not self.input_is_parallel:
+            x = split_features(x, self.axis)
+        self._check_tokens(x, x.shape[-2] if x.ndim > 1 else 1)
+        return row_linear(x, self.weight, self.bias, self.axis, self.sequence_parallel)
+
+    def extra_repr(self) -> str:
+        """Sizes of the whole layer and how it is cut."""
+        return f"{self.in_features}, {self.out_features}, tp={self.axis.size}, sequence_parallel={self.sequence_parallel}"
+
+
+class VocabParallelEmbedding(_Sharded):
+    """An embedding [V, D] of which each tp rank holds V/tp rows: ids [..., T] -> [..., T, D], or [..., T/tp, D] with sequence_parallel.
+
+    V is padded to a multiple of tp times `vocab_multiple`; padding rows are zero, get no gradient, and are never saved.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        sequence_parallel: bool = False,
+        *,
+        mesh: Mesh | DeviceMesh | Axis,
+        vocab_multiple: int = 128,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(mesh, sequence_parallel)
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        cut = _parts(num_embeddings, None, None, vocab_multiple, self.axis.size)
+        self.weight = self._parameter(Placement(shape=(num_embeddings, embedding_dim), parts=cut, ranks=self.axis.size), device, dtype)
+        if not self.weight.is_meta:
+            seed = _common_seed(self.axis, self.weight.device)
+            fill_(self.weight, placement_of(self.weight), self.axis.rank, seed=seed, name="weight", kind="normal", scale=1.0)
+
+    @classmethod
+    def from_embedding(
+        cls, embedding: nn.Embedding, sequence_parallel: bool = False, *, mesh: Mesh | DeviceMesh | Axis, vocab_multiple: int = 128
+    ) -> VocabParallelEmbedding:
+        """This rank's rows of an existing nn.Embedding (the first tp rank's values count)."""
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(embedding, option):
+                raise ConfigError(
+                    f"nn.Embedding({option}={getattr(embedding, option)})", "not supported by a cut embedding", f"Switch {option} off"
+                )
+        layer = cls(
+            embedding.num_embeddings,
+            embedding.embedding_dim,
+            embedding.padding_idx,
+            sequence_parallel,
+            mesh=mesh,
+            vocab_multiple=vocab_multiple,
+            device="meta",
+            dtype=embedding.weight.dtype,
+        )
+        materialize(layer, embedding.weight.device)
+        layer._take(layer.weight, embedding.weight)
+        return layer
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [..., T] of all the ranks' tokens, the same on each -> [..., T, D] (or [..., T/tp, D])."""
+        self._check_tokens(ids, ids.shape[-1])
+        return vocab_lookup(ids, self.weight, self.axis, self.sequence_parallel, self.padding_idx)
+
+    def extra_repr(self) -> str:
+        """Sizes of the whole layer and how it is cut."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.axis.size}, sequence_parallel={self.sequence_parallel}"
+
+
+def _parts(rows: int, parts: Sequence[int | Part] | None, heads: int | None, multiple: int | None, ranks: int) -> tuple[Part, ...]:
+    """The parts of a dim of `rows` rows, checked one by one so that the error names the faulty one."""
+    if parts is not None and (heads is not None or multiple is not None):
+        raise ConfigError(
+            "parts together with heads or vocab_multiple", "heads belong into the parts", "Use parts=(Part(size=..., heads=...), ...)"
+        )
+    if parts is None:
+        padded = None if multiple is None else math.ceil(rows / (ranks * multiple)) * ranks * multiple
+        parts = (Part(size=rows, heads=heads, padded=padded),)
+    cut = tuple(part if isinstance(part, Part) else Part(size=part) for part in parts)
+    if sum(part.size for part in cut) != rows:
+        raise ConfigError(
+            f"parts {[part.size for part in cut]} of out_features={rows}",
+            "the parts must add up to out_features",
+            f"They add up to {sum(part.size for part in cut)}",
+        )
+    for number, part in enumerate(cut):
+        part.check(ranks, f"out_features={rows}" if len(cut) == 1 else f"part {number} (of {part.size} rows) of out_features={rows}")
+    return cut
