@@ -39,7 +39,7 @@ def tensors(sent: Pair) -> dict[str, object]:
     return {"bf16": weight.bfloat16(), "nested": [(weight, Pair(weight.T, sent.right))], "scalar": torch.tensor(3.5, dtype=torch.float64)}
 
 
-def pid() -> int:
+def process_id() -> int:
     return os.getpid()
 
 
@@ -62,12 +62,12 @@ def rank_one_raises() -> None:
 def rank_one_raises_others_sleep() -> None:
     if dist.get_rank() == 1:
         raise ValueError("the root cause")
-    time.sleep(60)
+    time.sleep(90)
 
 
 def rank_zero_sleeps() -> int:
     if dist.get_rank() == 0:
-        time.sleep(60)
+        time.sleep(90)
     return 7
 
 
@@ -99,7 +99,7 @@ def test_each_call_is_a_process_group_of_its_own(ranks):
 
 
 def test_workers_are_reused(ranks):
-    assert ranks(2, pid) == ranks(2, pid)
+    assert ranks(2, process_id) == ranks(2, process_id)
 
 
 def test_tensors_go_both_ways(ranks):
@@ -137,7 +137,7 @@ def test_exception_ends_ranks_that_wait_for_the_failed_one(ranks):
     start = time.monotonic()
     with pytest.raises(AssertionError, match="the root cause") as failure:
         ranks(3, rank_one_raises_others_sleep)
-    assert time.monotonic() - start < 12
+    assert time.monotonic() - start < 30
     assert "rank 0 of 3 had not returned" in str(failure.value) and "rank 2 of 3 had not returned" in str(failure.value)
     assert [t.item() for t in ranks(3, total, 0)] == [3, 3, 3], "the pool must work again"
 
@@ -145,10 +145,10 @@ def test_exception_ends_ranks_that_wait_for_the_failed_one(ranks):
 def test_time_limit_names_the_ranks_that_hang_and_where(ranks):
     start = time.monotonic()
     with pytest.raises(AssertionError) as failure:
-        ranks(2, rank_zero_sleeps, timeout=1.0)
-    assert time.monotonic() - start < 10
+        ranks(2, rank_zero_sleeps, timeout=5.0)
+    assert time.monotonic() - start < 30
     text = str(failure.value)
-    assert "rank 0 of 2 had not returned within 1 s" in text and "rank 1" not in text
+    assert "rank 0 of 2 had not returned within 5 s" in text and "rank 1" not in text
     assert "in rank_zero_sleeps" in text
     assert [t.item() for t in ranks(2, total, 0)] == [1, 1], "the pool must work again"
 
@@ -194,24 +194,26 @@ def session_members(session: int) -> list[int]:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 def test_no_worker_outlives_its_parent():
-    code = "from tests import test_pool as t; p = t.Pool(); p.run(2, t.pid); print('up', flush=True); p.run(2, t.rank_zero_sleeps)"
+    code = "from tests import test_pool as t; p = t.Pool(); p.run(2, t.process_id); print('up', flush=True); p.run(2, t.rank_zero_sleeps)"
     root = Path(__file__).parent.parent
     with subprocess.Popen([sys.executable, "-c", code], cwd=root, start_new_session=True, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None and parent.stdout.readline() == "up\n"
         time.sleep(0.3)  # inside the second call
-        assert len(session_members(parent.pid)) >= 3
+        assert len(session_members(parent.process_id)) >= 3
         parent.kill()
     deadline = time.monotonic() + 10
-    while (left := session_members(parent.pid)) and time.monotonic() < deadline:
+    while (left := session_members(parent.process_id)) and time.monotonic() < deadline:
         time.sleep(0.05)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
     assert not left, "processes outlived their parent"
 
 
 def test_closed_pool_starts_again():
     pool = Pool()
     try:
-        first = pool.run(1, pid)
+        first = pool.run(1, process_id)
         pool.close()
-        assert pool.run(1, pid) != first
+        assert pool.run(1, process_id) != first
     finally:
         pool.close()
