@@ -197,12 +197,14 @@ def test_no_worker_outlives_its_parent():
     code = "from tests import test_pool as t; p = t.Pool(); p.run(2, t.process_id); print('up', flush=True); p.run(2, t.rank_zero_sleeps)"
     root = Path(__file__).parent.parent
     with subprocess.Popen([sys.executable, "-c", code], cwd=root, start_new_session=True, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None and parent.stdout.readline() == "up\n"
-        time.sleep(0.3)  # inside the second call
-        assert len(session_members(parent.process_id)) >= 3
-        parent.kill()
+        try:
+            assert parent.stdout is not None and parent.stdout.readline() == "up\n"
+            time.sleep(0.3)  # inside the second call
+            assert len(session_members(parent.pid)) >= 3
+        finally:
+            parent.kill()
     deadline = time.monotonic() + 10
-    while (left := session_members(parent.process_id)) and time.monotonic() < deadline:
+    while (left := session_members(parent.pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
