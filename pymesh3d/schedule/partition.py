@@ -11,6 +11,8 @@ from itertools import accumulate
 from pymesh3d.errors import ConfigError
 from pymesh3d.schedule.actions import require_positive
 
+Amount = Callable[[int, int, int], float]  # of a stage with layers start to stop (exclusive): (stage, start, stop) -> cost or memory
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -67,9 +69,6 @@ def partition(costs: Sequence[float], stages: int, first: float = 0.0, last: flo
     even = _best_cut(layers, stages, lambda *cut: cost(*cut) ** 2 if cost(*cut) <= most and fits(*cut) else None, operator.add)
     assert even is not None, "the cut that gave the maximum stays within it"
     return even
-
-
-Amount = Callable[[int, int, int], float]  # of a stage with layers start to stop (exclusive)
 
 
 def _of_stage(fixed: Sequence[float], repeated: Sequence[float], times: Sequence[int], first: float, last: float) -> Amount:

@@ -93,7 +93,7 @@ class Timeline:
 def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
     """Check `schedule` and run it with the strictest transport (see actions.py).
 
-    A rank goes on until it has to wait for another. For what does not depend on which rank is taken first, so neither do the times.
+    A rank goes on until it has to wait for another. Its times depend only on the messages it waits for, not on which rank is taken first.
     Raises ScheduleError with the place of the fault.
     """
     check(schedule)

@@ -97,6 +97,11 @@ def test_no_cut_is_better(data: st.DataObject) -> None:
     assert partition(costs, stages, first, last, memory) == min(possible, key=quality)
 
 
+def test_the_most_costly_stage_counts_before_evenness() -> None:
+    """[6, 2, 3] has the smaller sum of squares, but its first stage costs more than any of [1, 5, 5]."""
+    assert partition([1, 5, 2, 3], 3) == [range(0, 1), range(1, 2), range(2, 4)]
+
+
 def test_memory_moves_layers_to_later_stages() -> None:
     """In 1F1B the first stage holds most microbatches: under a tight limit it gets fewer layers than its share."""
     in_flight = simulate(build("1f1b", 4, 8)).in_flight

@@ -72,6 +72,7 @@ GOOD = ("F0 SF0 F1 SF1 RB0 RB1 B0 B1", "RF0 RF1 F0 F1 B0 SB0 B1 SB1")
         (0, "F1 SF1", "SF1 F1", "SF1 of rank 0 needs F1 before it", "-->SF1"),
         (1, "B0 SB0", "SB0 B0", "SB0 of rank 1 needs B0 before it", "-->SB0"),
         (1, "F0 F1 B0", "F1 B0 F0", "B0 of rank 1 needs F0 before it", "-->B0"),
+        (0, "F0 SF0 F1 SF1 RB0 RB1 B0", "RB0 B0 F0 SF0 F1 SF1 RB1", "B0 of rank 0 needs F0 before it", "-->B0"),
         (1, "RF0 RF1 F0", "F0 RF0 RF1", "F0 of rank 1 needs RF0 before it", "-->F0"),
         (1, "B1 SB1", "B1 B1 SB1", "B1 of rank 1 stands there twice", "-->B1 SB1"),
         (0, "F1 SF1", "F1 SF1 SF1", "SF1 of rank 0 stands there twice", "-->SF1 RB0"),
