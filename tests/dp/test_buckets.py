@@ -1,0 +1,125 @@
+"""Buckets: one layout of parameters, padding and shards, in which every number of the model counts once."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from pymesh3d.dp.buckets import ALIGN, Bucket, make_buckets
+from pymesh3d.placement import Part, Placement, place, placement_of
+
+SHAPES = st.lists(st.one_of(st.tuples(st.integers(1, 300)), st.tuples(st.integers(1, 20), st.integers(1, 20))), min_size=1, max_size=8)
+
+
+def is_matrix(parameter: nn.Parameter) -> bool:
+    return parameter.ndim >= 2
+
+
+@given(shapes=SHAPES, shards=st.integers(1, 5), elements=st.integers(1, 2000))
+@settings(max_examples=60, deadline=None)
+def test_every_parameter_lies_in_one_bucket(shapes: list[tuple[int, ...]], shards: int, elements: int) -> None:
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    before = [p.detach().clone() for p in parameters]
+    buckets = make_buckets(parameters, shards=shards, elements=elements, decays=is_matrix)
+    slots = [(number, slot) for number, bucket in enumerate(buckets) for slot in bucket.slots]
+    assert sorted(id(slot.parameter) for _, slot in slots) == sorted(map(id, parameters))
+    for number, slot in slots:
+        assert placement_of(slot.parameter).zero == (number, slot.start)
+        assert slot.start % ALIGN == 0 and slot.stop - slot.start == slot.parameter.numel()
+        assert buckets[number].decay == is_matrix(slot.parameter)
+    for bucket in buckets:
+        assert all(a.stop <= b.start for a, b in zip(bucket.slots, bucket.slots[1:], strict=False))
+        assert bucket.weights.numel() == bucket.grads.numel() >= bucket.slots[-1].stop
+        assert len(bucket.slots) == 1 or sum(slot.parameter.numel() for slot in bucket.slots) <= elements
+        shared = [bucket.shard(bucket.weights, rank) for rank in range(shards)]
+        assert {part.numel() for part in shared} == {bucket.weights.numel() // shards} and not bucket.weights.numel() % (shards * ALIGN)
+        assert torch.equal(torch.cat(shared), bucket.weights)
+    for parameter, old in zip(parameters, before, strict=True):
+        assert torch.equal(parameter, old)
+
+
+def test_parameters_and_gradients_are_views_of_the_flat_buffers() -> None:
+    parameters = [nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(5))]
+    bucket = Bucket(parameters, shards=2, decay=True)
+    bucket.weights.fill_(7.0)
+    bucket.grads.fill_(8.0)
+    for parameter in parameters:
+        assert (parameter == 7.0).all()
+        assert (parameter.main_grad == 8.0).all() and parameter.main_grad.shape == parameter.shape  # type: ignore[attr-defined]
+    bucket.shard(bucket.weights, 0).zero_()
+    assert parameters[0].sum() == 0.0
+
+
+def test_accumulators_are_float32_or_finer() -> None:
+    for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
+        bucket = Bucket([nn.Parameter(torch.ones(4, dtype=dtype))], shards=1, decay=False)
+        assert (bucket.weights.dtype, bucket.grads.dtype) == (dtype, wide)
+
+
+def test_dtypes_and_weight_decay_and_replication_are_kept_apart() -> None:
+    kinds = [
+        nn.Parameter(torch.ones(2, 2)),
+        nn.Parameter(torch.ones(2)),
+        nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16)),
+        nn.Parameter(torch.ones(2, 2)),
+        nn.Parameter(torch.ones(2, 2)),
+    ]
+    for parameter in kinds[3:]:
+        place(parameter, Placement(shape=(4, 2), parts=(Part(size=4),), ranks=2))
+    buckets = make_buckets(kinds, shards=1, elements=1000, decays=is_matrix)
+    number = {id(parameter): i for i, parameter in enumerate(kinds)}
+    assert [[number[id(slot.parameter)] for slot in bucket.slots] for bucket in buckets] == [[0], [1], [2], [3, 4]]
+
+
+@st.composite
+def placements(draw: st.DrawFn, tp: int) -> Placement:
+    """Whole, cut by rows, by columns, by heads with fewer KV heads than ranks, or padded."""
+    width, size = draw(st.integers(1, 7)), draw(st.integers(1, tp * 4))
+    kv = draw(st.sampled_from([1, max(tp // 2, 1), tp]))
+    qkv = (Part(size=tp * 4, heads=tp), Part(size=4 * kv, heads=kv), Part(size=4 * kv, heads=kv))
+    return draw(
+        st.sampled_from(
+            [
+                Placement(shape=(31 * width,), ranks=tp),
+                Placement(shape=(tp * size, width), parts=(Part(size=tp * size),), ranks=tp),
+                Placement(shape=(width, tp * size), dim=1, parts=(Part(size=tp * size),), ranks=tp),
+                Placement(shape=(sum(part.size for part in qkv), width), parts=qkv, ranks=tp),
+                Placement(shape=(size, width), parts=(Part(size=size, padded=tp * 4),), ranks=tp),
+            ]
+        )
+    )
+
+
+@given(data=st.data(), tp=st.sampled_from([1, 2, 4]), dp=st.integers(1, 4), elements=st.integers(1, 500))
+@settings(max_examples=80, deadline=None)
+def test_every_number_is_counted_once_over_all_ranks(data: st.DataObject, tp: int, dp: int, elements: int) -> None:
+    """Numbers 1, 2, 3, ... stand for the elements of the unsharded model; what all ranks count must be exactly these (and padding, 0)."""
+    wanted = data.draw(st.lists(placements(tp), min_size=1, max_size=5))
+    counted, end = [], 1
+    wholes = []
+    for placement in wanted:
+        full = torch.empty(placement.shape)
+        full.view(-1).copy_(torch.arange(end, end + full.numel()))
+        wholes.append(full)
+        end += full.numel()
+    for rank in range(tp):
+        parameters = []
+        for placement, full in zip(wanted, wholes, strict=True):
+            parameter = nn.Parameter(torch.empty(placement.local_shape()))
+            placement.shard(full, parameter.data, rank)
+            place(parameter, placement)
+            parameters.append(parameter)
+        for bucket in make_buckets(parameters, shards=dp, elements=elements, decays=is_matrix):
+            for shard in range(dp):
+                own = bucket.shard(bucket.weights, shard)
+                counted += [own[start:stop] for start, stop in bucket.counted(rank, shard)]
+    numbers = torch.cat(counted)
+    assert numbers[numbers != 0].sort().values.tolist() == list(range(1, end))
+
+
+def test_neighbouring_ranges_are_counted_in_one_piece() -> None:
+    """Padding between parameters is zero, so a norm runs over it rather than in many small pieces."""
+    bucket = Bucket([nn.Parameter(torch.ones(10)) for _ in range(50)], shards=2, decay=False)
+    assert [len(bucket.counted(0, shard)) for shard in range(2)] == [1, 1]

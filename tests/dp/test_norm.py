@@ -1,0 +1,125 @@
+"""The gradient norm over stages, shards and replicas, and what clipping makes of it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pymesh3d.dp.norm import clip_factor, gradient_norm
+from pymesh3d.dp.zero import Zero
+from pymesh3d.mesh import Mesh, init_mesh
+from pymesh3d.placement import Part, Placement, place
+
+Ranks = Callable[..., list[Any]]
+SGD = functools.partial(torch.optim.SGD, lr=1.0)
+
+
+def zero_over(mesh: Mesh, parameters: dict[str, nn.Parameter], gradients: dict[str, float], stage: int) -> Zero:
+    """Zero over these parameters, with each gradient filled with one number."""
+    module = nn.Module()
+    for name, parameter in parameters.items():
+        module.register_parameter(name, parameter)
+    zero = Zero(module, mesh, stage=stage, optimizer=SGD, weight_decay=0.0)
+    for name, value in gradients.items():
+        parameters[name].main_grad.fill_(value)  # type: ignore[attr-defined]
+    return zero
+
+
+def pieces(zero: Zero) -> list[torch.Tensor]:
+    return [piece for bucket in zero.shard_grads() for piece in bucket]
+
+
+def norms_of_stages() -> tuple[float, float, float]:
+    """Stages whose gradients have norms 3 and 4: the norm, the factor for max_norm 1, and this stage's weight after a step of SGD at 1."""
+    mesh = init_mesh(pp=2, device="cpu")
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    zero = zero_over(mesh, {"weight": weight}, {"weight": [3.0, 4.0][mesh.pp.rank]}, stage=1)
+    zero.reduce()
+    norm = gradient_norm(pieces(zero), mesh)
+    factor = clip_factor(norm, 1.0)
+    zero.step(factor)
+    mesh.close()
+    return norm.item(), factor.item(), weight.item()
+
+
+def test_stages_are_clipped_by_the_norm_of_all(ranks: Ranks) -> None:
+    for (norm, factor, weight), own in zip(ranks(2, norms_of_stages), (3.0, 4.0), strict=True):
+        assert norm == 5.0
+        assert factor == 1 / (5 + 1e-6) and abs(factor - 0.2) < 1e-7
+        assert weight == -own * factor
+
+
+def norms_of_shards(stage: int, partial: bool) -> tuple[list[float], list[float]]:
+    """tp 2, dp 2: sharded gradients 3 | 4, a replicated one of 12, each the sum over dp (and over tp if `partial`) of what ranks have."""
+    mesh = init_mesh(tp=2, dp=2, device="cpu")
+    sharded = nn.Parameter(torch.zeros(1, 1, dtype=torch.float64))
+    place(sharded, Placement(shape=(2, 1), parts=(Part(size=2),), ranks=2))
+    replicated = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    place(replicated, Placement(shape=(1,), ranks=2, partial=partial))
+    summands = {  # by dp rank, by tp rank
+        "sharded": [[1.0, 6.0], [2.0, -2.0]],
+        "replicated": [[1.0, 2.0], [4.0, 5.0]] if partial else [[5.0, 5.0], [7.0, 7.0]],
+    }
+    mine = {name: values[mesh.dp.rank][mesh.tp.rank] for name, values in summands.items()}
+    zero = zero_over(mesh, {"sharded": sharded, "replicated": replicated}, mine, stage)
+    zero.reduce()
+    norms = [gradient_norm(pieces(zero), mesh, p).item() for p in (2.0, 1.0, math.inf)]
+    zero.step()
+    mesh.close()
+    return norms, [sharded.item(), replicated.item()]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("partial", [False, True])
+def test_sharded_and_replicated_gradients_count_once(ranks: Ranks, stage: int, partial: bool) -> None:
+    for rank, (norms, after) in enumerate(ranks(4, norms_of_shards, stage, partial)):
+        assert norms == [13.0, 19.0, 12.0]
+        assert after == [-3.0 if rank % 2 == 0 else -4.0, -12.0]
+
+
+def norm_of_tied(stage: int) -> float:
+    """One weight under two names, gradient 10 in each of its 8 elements."""
+    mesh = init_mesh(dp=2, device="cpu")
+    embedding, head = nn.Embedding(4, 2, dtype=torch.float64), nn.Linear(2, 4, bias=False, dtype=torch.float64)
+    head.weight = embedding.weight
+    zero = Zero(nn.ModuleDict({"embedding": embedding, "head": head}), mesh, stage=stage, optimizer=SGD, weight_decay=0.0)
+    embedding.weight.main_grad.fill_([3.0, 7.0][mesh.dp.rank])  # type: ignore[attr-defined]
+    zero.reduce()
+    norm = gradient_norm(pieces(zero), mesh).item()
+    mesh.close()
+    return norm
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_tied_weight_counts_once(ranks: Ranks, stage: int) -> None:
+    for norm in ranks(2, norm_of_tied, stage):
+        assert norm == pytest.approx(math.sqrt(800), rel=1e-15)
+
+
+def norms_of(values: list[list[float]]) -> list[list[float]]:
+    mesh = init_mesh(device="cpu")
+    found = [[gradient_norm([torch.tensor([v[mesh.rank]])], mesh, p).item() for p in (2.0, 1.0, math.inf)] for v in values]
+    found.append([gradient_norm([], mesh, p).item() for p in (2.0, 1.0, math.inf)])
+    mesh.close()
+    return found
+
+
+def test_every_rank_sees_what_is_not_finite_on_one(ranks: Ranks) -> None:
+    """Also under the maximum norm, and squares are not taken in float32: 1e30 is no overflow."""
+    for norms in ranks(2, norms_of, [[1.0, math.nan], [math.nan, 1.0], [1.0, math.inf], [1e30, 0.0]]):
+        assert all(math.isnan(n) for n in norms[0] + norms[1])
+        assert norms[2] == [math.inf] * 3
+        assert norms[3] == pytest.approx([1e30] * 3, rel=1e-7)
+        assert norms[4] == [0.0] * 3
+
+
+def test_clip_factor_follows_torch() -> None:
+    for norm, max_norm, expected in ((5.0, 1.0, 1 / (5 + 1e-6)), (0.5, 1.0, 1.0), (5.0, None, 1.0), (0.0, 1.0, 1.0)):
+        factor = clip_factor(torch.tensor(norm, dtype=torch.float64), max_norm)
+        assert factor.item() == expected

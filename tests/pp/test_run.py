@@ -1,0 +1,130 @@
+"""The interpreter of a schedule: pipelines compute what one process computes, whatever the microbatches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from pymesh3d.comm.p2p import Channels
+from pymesh3d.config import TrainConfig
+from pymesh3d.engine import parallelize
+from pymesh3d.mesh import init_mesh
+from pymesh3d.models.llama import Llama
+from pymesh3d.pp.run import Microbatch, run
+from pymesh3d.pp.stage import Stage
+from pymesh3d.schedule.actions import Action
+from pymesh3d.schedule.schedules import SCHEDULES
+from tests.plain import FLOAT64, SMALL, Batch, Run, assert_equal_runs, assert_near, batch_of, on_mesh, plain, share
+
+Ranks = Callable[..., list[Any]]
+MASKED = [batch_of(8, 8, valid=37, seed=1), batch_of(8, 8, valid=20, seed=2)]
+
+
+def trains(configs: Sequence[tuple[TrainConfig, Sequence[Batch]]], sizes: dict[str, int]) -> list[Run]:
+    return [on_mesh(SMALL, train, batches, **sizes) for train, batches in configs]
+
+
+def assert_all_equal(found: list[list[Run]], configs: Sequence[tuple[TrainConfig, Sequence[Batch]]]) -> None:
+    for number, (train, batches) in enumerate(configs):
+        assert_equal_runs([runs[number] for runs in found], plain(SMALL, train, batches))
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_gradients_do_not_depend_on_the_pipeline(ranks: Ranks, pp: int) -> None:
+    """4 microbatches, 37 valid tokens unevenly over them: the mean is over all of them, not per microbatch or stage."""
+    configs = [(dataclasses.replace(FLOAT64, schedule=schedule), MASKED) for schedule in SCHEDULES]
+    assert_all_equal(ranks(pp, trains, configs, {"pp": pp}), configs)
+
+
+def test_pipelines_with_data_and_tensor_parallelism(ranks: Ranks) -> None:
+    train = dataclasses.replace(FLOAT64, sequence_parallel=True)
+    for sizes in ({"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}):
+        assert_all_equal(ranks(4, trains, [(train, MASKED)], sizes), [(train, MASKED)])
+
+
+def test_few_microbatches(ranks: Ranks) -> None:
+    """1, 2 and 3 microbatches on 4 stages."""
+    configs = [
+        (dataclasses.replace(FLOAT64, schedule=schedule, micro_batch=size), MASKED[:1]) for schedule in SCHEDULES for size in (8, 4, 3)
+    ]
+    assert_all_equal(ranks(4, trains, configs, {"pp": 4}), configs)
+
+
+def test_lengths_that_change_between_steps(ranks: Ranks) -> None:
+    lengths = [batch_of(8, 8, seed=1), batch_of(8, 12, seed=2), batch_of(3, 6, seed=3), batch_of(8, 8, seed=4)]
+    configs = [(dataclasses.replace(FLOAT64, schedule=schedule), lengths) for schedule in SCHEDULES]
+    assert_all_equal(ranks(2, trains, configs, {"pp": 2}), configs)
+
+
+def accumulated(batches: Sequence[Batch]) -> dict[str, Any]:
+    """Gradients of the first batch, of the first batch twice, and of both batches; the norm of the last, and what a step leaves behind."""
+    mesh = init_mesh(pp=2, device="cpu")
+    engine = parallelize(Llama(SMALL, device="meta"), mesh, FLOAT64)
+    engine.forward_backward(share(batches[0], engine))
+    once = dict(engine.whole_gradients())
+    engine.forward_backward(share(batches[0], engine))
+    twice = dict(engine.whole_gradients())
+    engine.zero.zero_grad()
+    for batch in batches:
+        engine.forward_backward(share(batch, engine))
+    both = dict(engine.whole_gradients())
+    norm, _ = engine.optimizer_step()
+    left = max(bucket.grads.abs().max().item() for bucket in engine.zero.buckets)
+    mesh.close()
+    return {"once": once, "twice": twice, "both": both, "norm": norm, "left": left}
+
+
+def test_gradients_of_passes_before_a_step_add_up(ranks: Ranks) -> None:
+    separate = [plain(SMALL, FLOAT64, [batch]).gradients[0] for batch in MASKED]
+    summed = {name: separate[0][name] + separate[1][name] for name in separate[0]}
+    norm = torch.stack([g.pow(2).sum() for g in summed.values()]).sum().sqrt().item()
+    for found in ranks(2, accumulated, MASKED):
+        assert_near(found["once"], separate[0])
+        assert_near(found["twice"], {name: 2.0 * g for name, g in separate[0].items()})
+        assert_near(found["both"], summed)
+        assert abs(found["norm"] - norm) <= 1e-12 * norm
+        assert found["left"] == 0.0
+
+
+class Unit(torch.nn.Module):
+    """w * h, h being 1 where there is none: with the mean loss every microbatch's gradient is 1 in full."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, ids: torch.Tensor, h: torch.Tensor | None) -> torch.Tensor:
+        return self.w * (torch.ones(ids.shape, dtype=torch.float64) if h is None else h)
+
+
+def unit_gradients(schedule: str) -> tuple[float, list[float]]:
+    """4 microbatches, twice, before any optimizer: (gradient, losses)."""
+    mesh = init_mesh(pp=2, device="cpu")
+    module = Unit()
+    stage = Stage(module, first=mesh.pp.rank == 0, last=mesh.pp.rank == 1, loss=lambda output, _: output.mean() / 4)
+    channels = Channels(mesh)
+    microbatches = [Microbatch(torch.zeros(2, 4), torch.zeros(2, 4), (2, 4), torch.float64) for _ in range(4)]
+    actions = SCHEDULES[schedule](2, 4).ranks[mesh.pp.rank]
+    losses = [run(actions, stage, channels, microbatches).item() for _ in range(2)]
+    mesh.close()
+    assert module.w.grad is not None
+    return module.w.grad.item(), losses
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_unit_gradients_add_up_to_two(ranks: Ranks, schedule: str) -> None:
+    assert ranks(2, unit_gradients, schedule) == [(2.0, [0.0, 0.0]), (2.0, [1.0, 1.0])]
+
+
+def test_an_action_without_a_rule_is_refused_and_nothing_is_kept() -> None:
+    stage = Stage(Unit(), first=True, last=True, loss=lambda output, _: output.sum())
+    microbatch = Microbatch(torch.zeros(1, 1), torch.zeros(1, 1), (1, 1), torch.float64)
+    channels = Channels.__new__(Channels)
+    with pytest.raises(AssertionError, match="no rule to run W0"):
+        run([Action("F", 0, 0), Action("W", 0, 0)], stage, channels, [microbatch])
+    with pytest.raises(KeyError):
+        stage.backward(0, None)
