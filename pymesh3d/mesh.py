@@ -14,14 +14,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from pymesh3d.config import AXES, Layout
 from pymesh3d.errors import ConfigError, DistributedError
-from pymesh3d.topology import Topology, host_name, nvidia_links
+from pymesh3d.topology import Topology, host_name, nvidia_links, physical_device
 
 PROTOCOL = "pymesh3d 0.1"  # ranks that say another one do not understand each other's messages
-_TEXT_BYTES = 192
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,29 +44,27 @@ class Mesh:
     `mesh.tp`, `mesh.pp`, `mesh.dp`, `mesh.cp` and `mesh.all` are `Axis` records; `mesh["tp"]` is a slice of the DeviceMesh.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, topology: Topology, *, owns_process_group: bool) -> None:
+    def __init__(
+        self, layout: Layout, device: torch.device, topology: Topology, *, timeout: datetime.timedelta, owns_process_group: bool
+    ) -> None:
         self.layout = layout
         self.device = device
         self.topology = topology
         self.rank = dist.get_rank()
         self.ranks = np.arange(layout.world).reshape(layout.sizes)
-        self.device_mesh: DeviceMesh = init_device_mesh(device.type, layout.sizes, mesh_dim_names=AXES)
+        self._timeout = timeout
         self._owns_process_group = owns_process_group
         self._subgroups: dict[tuple[str, int], Axis] = {}
         self._groups: list[dist.ProcessGroup] = []
         world_group = dist.group.WORLD
         assert world_group is not None, "a mesh needs an initialised process group"
         self.all = Axis("all", self.rank, tuple(range(layout.world)), world_group)
-        self.pp, self.dp, self.cp, self.tp = (self._axis(name) for name in AXES)
+        # Our own groups under the DeviceMesh: those that it makes itself wait 30 minutes, whatever the limit of the process group.
+        axes = [self.new_lines(name, self.along(name).tolist())[0] for name in AXES]
+        self.pp, self.dp, self.cp, self.tp = axes
+        groups = [axis.group for axis in axes]
+        self.device_mesh: DeviceMesh = DeviceMesh.from_group(groups, device.type, torch.from_numpy(self.ranks), mesh_dim_names=AXES)
         self._warn_of_slow_tp()
-
-    def _axis(self, name: str) -> Axis:
-        coordinates = list(self.coordinates(self.rank))
-        where = AXES.index(name)
-        rank = coordinates[where]
-        index: list[int | slice] = [*coordinates]
-        index[where] = slice(None)
-        return Axis(name, rank, tuple(int(r) for r in self.ranks[tuple(index)]), self.device_mesh[name].get_group())
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """The coordinates of a rank on the axes pp, dp, cp, tp."""
@@ -102,7 +99,7 @@ class Mesh:
         """A process group for each line of ranks; every rank of the mesh must call with the same. Returns those with this rank."""
         mine = []
         for ranks in lines:
-            group = dist.new_group(list(ranks))
+            group = dist.new_group(list(ranks), timeout=self._timeout)
             if self.rank in ranks:
                 self._groups.append(group)
                 mine.append(Axis(name, list(ranks).index(self.rank), tuple(ranks), group))
@@ -113,27 +110,23 @@ class Mesh:
         return {name: self.topology.slowest_of(self.along(name).tolist()) for name in AXES}
 
     def _warn_of_slow_tp(self) -> None:
-        if self.rank == 0 and self.tp.size > 1:
-            for ranks in self.along("tp").tolist():
-                link = self.topology.slowest(ranks)
-                if link == "network" or (self.device.type == "cuda" and link != "NVLink"):
-                    warnings.warn(f"tp group {ranks} leaves the NVLink domain: its slowest link is {link}", stacklevel=4)
-                    break
+        slow = self.topology.outside_nvlink(self.along("tp").tolist())
+        if slow is not None and self.rank == 0:
+            warnings.warn(f"tp group {slow} leaves the NVLink domain: its slowest link is {self.topology.slowest(slow)}", stacklevel=4)
 
     def close(self) -> None:
         """Destroy the process groups that this mesh made (all of them, if `init_mesh` started torch.distributed)."""
         if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
-            return
-        for group in [*self._groups, *(self.axis(name).group for name in AXES)]:
-            if group is not self.all.group:
+        elif dist.is_initialized():
+            for group in self._groups:
                 dist.destroy_process_group(group)
         self._groups.clear()
 
     def __str__(self) -> str:
         shown = [name for name in AXES if name != "cp" or self.cp.size > 1]
         array = np.array2string(self.ranks.reshape([s for n, s in zip(AXES, self.ranks.shape, strict=True) if n in shown]), separator=" ")
-        lines = [f"{self.layout} = {self.layout.world} ranks on {len(set(self.topology.hosts))} host(s), {self.device.type}", array]
+        lines = [f"{self.layout} = {self.layout.world} rank(s) on {len(set(self.topology.hosts))} host(s), {self.device.type}", array]
         lines += [f"  {name} {self.axis(name).size:>4}  slowest link: {link}" for name, link in self.links().items() if name in shown]
         return "\n".join(lines)
 
@@ -147,7 +140,7 @@ def init_mesh(
     every wait for another rank. Raises ConfigError before any communication when the sizes do not fit the number of ranks,
     DistributedError when ranks cannot meet or do not run the same version.
     """
-    world = dist.get_world_size() if dist.is_initialized() else _env_int("WORLD_SIZE", 1)
+    world = dist.get_world_size() if dist.is_initialized() else _env_int("WORLD_SIZE", default=1, lowest=1)
     layout = Layout(pp=pp, dp=dp, cp=cp, tp=tp).resolve(world)
     where = _device(device)
     if threads is not None:
@@ -156,22 +149,24 @@ def init_mesh(
     if owns:
         _join(where, world, timeout_s)
     try:
-        texts = exchange_text(f"{PROTOCOL}, torch {torch.__version__.split('+')[0]}|{host_name()}|{where.index or 0}", where)
+        version = f"{PROTOCOL}, torch {torch.__version__.split('+')[0]}"
+        texts = exchange_text(f"{version}|{host_name()}|{physical_device(where.index or 0)}", where)
         versions, hosts, devices = zip(*(text.split("|") for text in texts), strict=True)
         require_equal(versions, "version")
         links = nvidia_links() if where.type == "cuda" and world > 1 else {}
         topology = Topology(hosts=hosts, devices=tuple(map(int, devices)), links=links, on_gpu=where.type == "cuda")
-        return Mesh(layout, where, topology, owns_process_group=owns)
+        return Mesh(layout, where, topology, timeout=datetime.timedelta(seconds=timeout_s), owns_process_group=owns)
     except BaseException:
         if owns:
             dist.destroy_process_group()
         raise
 
 
-def _env_int(name: str, default: int) -> int:
+def _env_int(name: str, *, default: int, lowest: int) -> int:
     text = os.environ.get(name, str(default))
-    if not text.isdigit():
-        raise ConfigError(f"{name}={text!r}", "the environment variable must be a whole number", "Start the program with torchrun")
+    if not text.isdecimal() or int(text) < lowest:
+        rule = f"the environment variable must be a whole number, {lowest} or more"
+        raise ConfigError(f"{name}={text!r}", rule, "Start the program with torchrun")
     return int(text)
 
 
@@ -182,7 +177,7 @@ def _device(kind: str | None) -> torch.device:
         raise ConfigError(f"device={kind!r}", "the device must be cpu or cuda", "Leave it out to take what this machine has")
     if kind == "cpu":
         return torch.device("cpu")
-    local, count = _env_int("LOCAL_RANK", 0), torch.cuda.device_count()
+    local, count = _env_int("LOCAL_RANK", default=0, lowest=0), torch.cuda.device_count()
     if local >= count:
         raise ConfigError(
             f"local rank {local} with {count} GPU(s) here",
@@ -210,17 +205,22 @@ def _join(device: torch.device, world: int, timeout_s: float) -> None:
 
 
 def exchange_text(text: str, device: torch.device) -> list[str]:
-    """One short text from every rank, in rank order."""
-    data = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    return [row.cpu().numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in everyone]
+    """The text of every rank, in rank order."""
+    data = text.encode()
+    longest = max(int(length) for length in _of_everyone(torch.tensor([len(data)], device=device)))
+    mine = torch.frombuffer(bytearray(data.ljust(longest + 1, b"\0")), dtype=torch.uint8).to(device)
+    return [row.cpu().numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in _of_everyone(mine)]
+
+
+def _of_everyone(x: torch.Tensor) -> list[torch.Tensor]:
+    out = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(out, x)
+    return out
 
 
 def require_equal(texts: Sequence[str], what: str) -> None:
     """Raise DistributedError naming the ranks whose text differs from the most common one."""
-    common = max(set(texts), key=texts.count)
+    common = max(dict.fromkeys(texts), key=texts.count)  # of a tie the first, so that all ranks say the same
     others = [f"rank {rank} has {text!r}" for rank, text in enumerate(texts) if text != common]
     if others:
         raise DistributedError(

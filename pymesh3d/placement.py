@@ -12,6 +12,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
+from pymesh3d.config import divisors
 from pymesh3d.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,13 +45,25 @@ class Part:
 
     def check(self, ranks: int, what: str) -> None:
         """Raise ConfigError when this part cannot be divided among `ranks` ranks."""
-        units = self.rows if self.heads is None else self.heads
-        if self.heads is not None and ranks % self.heads == 0 and self.rows % self.heads == 0:
-            return
-        if units % ranks or self.rows % units:
-            unit = "rows" if self.heads is None else "heads"
-            valid = [n for n in range(1, units + 1) if units % n == 0]
-            raise ConfigError(f"{what} of {units} {unit}, tp={ranks}", f"tp must divide the {unit}", f"tp can be one of {_short(valid)}")
+        if self.heads is None:
+            if self.rows < 1:
+                raise ConfigError(f"{what} of {self.rows} rows", "there must be something to cut", "Use 1 row or more")
+            if self.rows % ranks:
+                raise ConfigError(
+                    f"{what} of {self.rows} rows, tp={ranks}", "tp must divide the rows", f"tp can be one of {_short(divisors(self.rows))}"
+                )
+        elif self.heads < 1 or self.rows % self.heads:
+            raise ConfigError(
+                f"{what} of {self.rows} rows in {self.heads} heads",
+                "the heads must divide the rows",
+                f"There can be one of {_short(divisors(self.rows))}",
+            )
+        elif self.heads % ranks and ranks % self.heads:
+            raise ConfigError(
+                f"{what} of {self.heads} heads, tp={ranks}",
+                "tp must divide the heads, or be a multiple of them",
+                f"tp can be one of {_short(divisors(self.heads))}",
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +102,7 @@ class Placement:
         object.__setattr__(self, "parts", parts)
         for part in parts:
             part.check(self.ranks, f"{self.name or 'dim'} {self.dim} of a tensor {self.shape}")
+            assert part.rows >= part.size, f"{self.name}: {part.size} rows do not fit into {part.rows}"
         total = sum(part.size for part in parts)
         assert not self.shape or total == self.shape[self.dim], f"{self.name}: parts hold {total} rows, the tensor {self.shape[self.dim]}"
         assert self.dim == 0 or all(p.replicas(self.ranks) in (1, self.ranks) for p in parts), f"{self.name}: replicated heads need dim 0"

@@ -41,6 +41,12 @@ def nvidia_links() -> dict[tuple[int, int], str]:
     return parse_nvidia_topology(done.stdout) if done.returncode == 0 else {}
 
 
+def physical_device(index: int, env: Mapping[str, str] = os.environ) -> int:
+    """nvidia-smi's number of the GPU that this process calls `index` (the same, where CUDA_VISIBLE_DEVICES holds no numbers)."""
+    visible = env.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return int(visible[index]) if index < len(visible) and visible[index].strip().isdecimal() else index
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topology:
     """Host and device number of every rank, and the GPU links of one host (hosts are taken to be alike)."""
@@ -63,6 +69,11 @@ class Topology:
         if len({self.hosts[rank] for rank in ranks}) > 1:
             return "network"
         return max((self.link(a, b) for a in ranks for b in ranks), key=LINKS.index, default="none")
+
+    def outside_nvlink(self, groups: Sequence[Sequence[int]]) -> Sequence[int] | None:
+        """The first of `groups` that leaves its NVLink domain; without GPUs, its host."""
+        slow = LINKS[LINKS.index("PCIe" if self.on_gpu else "network") :]
+        return next((ranks for ranks in groups if self.slowest(ranks) in slow), None)
 
     def slowest_of(self, groups: Sequence[Sequence[int]]) -> str:
         """The slowest link inside any of `groups`."""

@@ -1,0 +1,278 @@
+"""The mesh: which rank stands where, who shares a group, and what is refused, with which words."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pymesh3d import mesh as mesh_module
+from pymesh3d.config import AXES, Layout
+from pymesh3d.errors import ConfigError, DistributedError
+from pymesh3d.launch import LOOPBACK
+from pymesh3d.mesh import exchange_text, init_mesh
+
+Ranks = Callable[..., list[Any]]
+
+WORDS_OF_TORCHRUN = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """No launcher around this process; nobody may leave a process group behind."""
+    for name in WORDS_OF_TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    yield monkeypatch
+    assert not dist.is_initialized()
+
+
+def who_is_where(sizes: dict[str, int]) -> dict[str, Any]:
+    """What one rank sees of the mesh, and what really goes through its groups."""
+    mesh = init_mesh(device="cpu", **sizes)
+    seen: dict[str, Any] = {"text": str(mesh), "coordinates": mesh.coordinates(mesh.rank), "sizes": mesh.layout.sizes}
+    for name in AXES:
+        axis = mesh.axis(name)
+        line = mesh[name]
+        total = torch.tensor([10.0**mesh.rank], dtype=torch.float64)
+        dist.all_reduce(total, group=line.get_group())
+        seen[name] = (axis.rank, axis.ranks, line.size(), line.get_local_rank(), total.item())
+        assert axis.group is line.get_group()
+        assert axis.size == line.size()
+    seen["along"] = {name: mesh.along(name).tolist() for name in AXES}
+    seen["two axes"] = mesh["dp", "tp"].mesh.tolist()
+    mesh.close()
+    mesh.close()
+    return seen
+
+
+def check_axes(seen: list[dict[str, Any]], groups: dict[str, list[list[int]]]) -> None:
+    for rank, mine in enumerate(seen):
+        for name, lines in groups.items():
+            (line,) = [line for line in lines if rank in line]
+            place = line.index(rank)
+            assert mine[name] == (place, tuple(line), len(line), place, float(sum(10**r for r in line))), f"rank {rank}, axis {name}"
+            assert mine["along"][name] == lines
+        assert mine["coordinates"] == tuple(mine[name][0] for name in AXES)
+
+
+def test_order_of_8_ranks(ranks: Ranks) -> None:
+    seen = ranks(8, who_is_where, {"pp": 2, "dp": 2, "tp": 2})
+    check_axes(
+        seen,
+        {
+            "tp": [[0, 1], [2, 3], [4, 5], [6, 7]],
+            "dp": [[0, 2], [1, 3], [4, 6], [5, 7]],
+            "pp": [[0, 4], [1, 5], [2, 6], [3, 7]],
+            "cp": [[rank] for rank in range(8)],
+        },
+    )
+    assert [mine["two axes"] for mine in seen] == [[[0, 1], [2, 3]]] * 4 + [[[4, 5], [6, 7]]] * 4
+    assert seen[5]["text"] == (
+        "pp 2 x dp 2 x tp 2 = 8 rank(s) on 1 host(s), cpu\n"
+        "[[[0 1]\n"
+        "  [2 3]]\n"
+        "\n"
+        " [[4 5]\n"
+        "  [6 7]]]\n"
+        "  pp    2  slowest link: shared memory\n"
+        "  dp    2  slowest link: shared memory\n"
+        "  tp    2  slowest link: shared memory"
+    )
+
+
+@pytest.mark.parametrize("axis", ["pp", "dp", "tp"])
+def test_axes_of_size_one_are_like_any_other(ranks: Ranks, axis: str) -> None:
+    """All four ranks on one axis, given as -1."""
+    sizes = {"pp": 1, "dp": 1, "tp": 1, axis: -1}
+    seen = ranks(4, who_is_where, sizes)
+    assert [mine["sizes"] for mine in seen] == [tuple(4 if name == axis else 1 for name in AXES)] * 4
+    check_axes(seen, {name: [[0, 1, 2, 3]] if name == axis else [[0], [1], [2], [3]] for name in AXES})
+
+
+def test_one_process_without_a_launcher(alone: pytest.MonkeyPatch) -> None:
+    mesh = init_mesh(device="cpu")
+    assert [(mesh.axis(name).rank, mesh[name].size()) for name in AXES] == [(0, 1)] * 4
+    assert str(mesh).splitlines() == [
+        "pp 1 x dp 1 x tp 1 = 1 rank(s) on 1 host(s), cpu",
+        "[[[0]]]",
+        "  pp    1  slowest link: none",
+        "  dp    1  slowest link: none",
+        "  tp    1  slowest link: none",
+    ]
+    with pytest.raises(ConfigError, match="axis 'ep': no such mesh axis. Axes are pp, dp, cp, tp"):
+        mesh.axis("ep")
+    mesh.close()
+    mesh.close()
+
+
+REFUSED = [
+    (6, {"tp": 4}, "world size 6 with pp 1 x dp -1 x tp 4: the axes multiply to 4, which must divide the world size. "
+     "With 6 ranks pp 1 x dp 2 x tp 3 fits"),
+    (8, {"tp": 2, "pp": 2, "dp": 1}, "world size 8 with pp 2 x dp 1 x tp 2: the axes multiply to 4, which must equal the world size. "
+     "With 8 ranks pp 2 x dp 2 x tp 2 fits"),
+    (8, {"tp": -1}, "dp=-1 and tp=-1: at most one axis can be left open. Give all but one a size"),
+    (8, {"tp": 0}, "tp=0: tp must be a positive integer. Try tp=1 or more"),
+    (8, {"pp": -2}, "pp=-2: pp must be a positive integer. Try pp=1 or more"),
+    (8, {"tp": 2.0}, "tp=2.0: tp must be a positive integer. Try tp=1 or more"),
+    (8, {"tp": True}, "tp=True: tp must be a positive integer. Try tp=1 or more"),
+    (8, {"cp": 2}, "cp=2: context parallelism is not available yet. Use cp=1 and a larger tp or dp"),
+    (8, {"device": "tpu"}, "device='tpu': the device must be cpu or cuda. Leave it out to take what this machine has"),
+    ("eight", {}, "WORLD_SIZE='eight': the environment variable must be a whole number, 1 or more. Start the program with torchrun"),
+    ("-8", {}, "WORLD_SIZE='-8': the environment variable must be a whole number, 1 or more. Start the program with torchrun"),
+    ("0", {"dp": 1}, "WORLD_SIZE='0': the environment variable must be a whole number, 1 or more. Start the program with torchrun"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "options", "text"), REFUSED)
+def test_what_cannot_be_is_refused_before_anybody_is_asked(
+    alone: pytest.MonkeyPatch, world: int | str, options: dict[str, Any], text: str
+) -> None:
+    alone.setenv("WORLD_SIZE", str(world))
+    with pytest.raises(ConfigError) as refused:
+        init_mesh(**options)
+    assert str(refused.value) == text
+    assert isinstance(refused.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "text"),
+    [
+        (2, "local rank 3 with 2 GPU(s) here: each rank needs a GPU of its own. Start 2 rank(s) here, or use device='cpu'"),
+        (0, "local rank 3 with 0 GPU(s) here: each rank needs a GPU of its own. Start no rank(s) here, or use device='cpu'"),
+    ],
+)
+def test_more_ranks_than_gpus_are_refused(alone: pytest.MonkeyPatch, gpus: int, text: str) -> None:
+    alone.setattr(torch.cuda, "device_count", lambda: gpus)
+    alone.setenv("WORLD_SIZE", "8")
+    alone.setenv("LOCAL_RANK", "3")
+    with pytest.raises(ConfigError) as refused:
+        init_mesh(device="cuda")
+    assert str(refused.value) == text
+
+
+def test_a_layout_takes_only_the_world_it_fits() -> None:
+    assert Layout(pp=2, dp=-1, tp=2).resolve(16) == Layout(pp=2, dp=4, tp=2)
+    assert Layout(pp=2, dp=4, tp=2).resolve(16).world == 16
+    with pytest.raises(ConfigError, match="With 7 ranks pp 1 x dp 7 x tp 1 fits"):
+        Layout(pp=2, dp=-1, tp=2).resolve(7)
+
+
+def launched(alone: pytest.MonkeyPatch, port: int, **words: str) -> None:
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), **words}.items():
+        alone.setenv(name, value)
+
+
+def test_missing_ranks_are_an_error_in_time(alone: pytest.MonkeyPatch) -> None:
+    with socket.create_server((LOOPBACK, 0)) as server:
+        free = server.getsockname()[1]
+    launched(alone, free, RANK="1")
+    began = time.monotonic()
+    with pytest.raises(DistributedError, match=rf"rank 1 of 2 could not meet the others at {LOOPBACK}:{free} within 1 s: .*MASTER_PORT"):
+        init_mesh(device="cpu", timeout_s=1.0)
+    assert time.monotonic() - began < 20
+
+
+def test_a_port_in_use_is_an_error(alone: pytest.MonkeyPatch) -> None:
+    with socket.create_server((LOOPBACK, 0)) as server:
+        port = server.getsockname()[1]
+        launched(alone, port, RANK="0")
+        with pytest.raises(
+            DistributedError, match=rf"rank 0 of 2 could not meet .*{port}.*If the port is in use, give another MASTER_PORT"
+        ):
+            init_mesh(device="cpu", timeout_s=1.0)
+
+
+def test_a_world_without_a_rank_is_an_error(alone: pytest.MonkeyPatch) -> None:
+    alone.setenv("WORLD_SIZE", "2")
+    with pytest.raises(DistributedError, match=r"rank 0 of 2 could not meet the others at \?:\?"):
+        init_mesh(device="cpu", timeout_s=1.0)
+
+
+def with_another_version(odd: int) -> tuple[str, bool]:
+    """The error of every rank when one runs another version, and whether torch.distributed is left as it was."""
+    kept = mesh_module.PROTOCOL
+    mesh_module.PROTOCOL = "pymesh3d 9.9" if dist.get_rank() == odd else kept
+    try:
+        init_mesh(device="cpu")
+    except DistributedError as error:
+        return str(error), dist.is_initialized()
+    finally:
+        mesh_module.PROTOCOL = kept
+    return "no error", dist.is_initialized()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_another_version_is_named_on_every_rank(ranks: Ranks, world: int) -> None:
+    torch_version = torch.__version__.split("+")[0]
+    text = (
+        f"all ranks must have the same version, '{mesh_module.PROTOCOL}, torch {torch_version}', but "
+        f"rank 1 has 'pymesh3d 9.9, torch {torch_version}'. Install and start the same everywhere"
+    )
+    assert ranks(world, with_another_version, 1) == [(text, True)] * world
+
+
+def long_texts() -> list[str]:
+    return exchange_text("é" * (1000 * dist.get_rank()) + str(dist.get_rank()), torch.device("cpu"))
+
+
+def test_texts_of_any_length_are_exchanged(ranks: Ranks) -> None:
+    expected = ["é" * (1000 * rank) + str(rank) for rank in range(3)]
+    assert ranks(3, long_texts) == [expected] * 3
+
+
+def limits() -> list[float]:
+    mesh = init_mesh(device="cpu", tp=2, timeout_s=17.0)
+    replicas = mesh.subgroup(mesh.dp, 1)
+    groups = [mesh[name].get_group() for name in AXES] + [replicas.group]
+    found = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+    mesh.close()
+    return found
+
+
+def test_the_time_limit_holds_for_every_group(ranks: Ranks) -> None:
+    assert ranks(4, limits) == [[17.0] * 5] * 4
+
+
+def subgroups() -> tuple[tuple[int, ...], float, bool, bool]:
+    mesh = init_mesh(device="cpu", dp=1, tp=-1)
+    pair = mesh.subgroup(mesh.tp, 2)
+    total = torch.tensor([10.0**mesh.rank])
+    dist.all_reduce(total, group=pair.group)
+    same = mesh.subgroup(mesh.tp, 2) is pair and mesh.subgroup(mesh.tp, 4) is mesh.tp
+    kept = dist.get_world_size()
+    mesh.close()
+    return pair.ranks, total.item(), same, dist.is_initialized() and dist.get_world_size() == kept
+
+
+def test_subgroups_are_runs_of_neighbours_made_once(ranks: Ranks) -> None:
+    assert ranks(4, subgroups) == [((0, 1), 11.0, True, True)] * 2 + [((2, 3), 1100.0, True, True)] * 2
+
+
+def on_two_hosts(split: int) -> list[str]:
+    """Warnings of a mesh with tp=2 when ranks from `split` on say they are on another host."""
+    os.environ["GROUP_RANK"] = str(int(dist.get_rank() >= split))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mesh = init_mesh(device="cpu", tp=2)
+    text = str(mesh)
+    mesh.close()
+    return (
+        [str(warning.message) for warning in caught if "tp group" in str(warning.message)] + text.splitlines()[:1] + text.splitlines()[-2:]
+    )
+
+
+def test_tp_across_hosts_warns_once_with_the_ranks(ranks: Ranks) -> None:
+    head = "pp 1 x dp 2 x tp 2 = 4 rank(s) on 2 host(s), cpu"
+    network, memory = "  {}    2  slowest link: network", "  {}    2  slowest link: shared memory"
+    assert ranks(4, on_two_hosts, 2) == [[head, network.format("dp"), memory.format("tp")]] * 4
+    across = ranks(4, on_two_hosts, 3)
+    assert across[0][0] == "tp group [2, 3] leaves the NVLink domain: its slowest link is network"
+    assert [lines[-3:] for lines in across] == [[head, network.format("dp"), network.format("tp")]] * 4
+    assert [len(lines) for lines in across] == [4, 3, 3, 3], "one rank speaks for all"
