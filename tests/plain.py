@@ -71,7 +71,7 @@ def share(batch: Batch, engine: Engine) -> Batch:
     return ids, targets
 
 
-def on_mesh(model: ModelConfig, train: TrainConfig, batches: Sequence[Batch], **sizes: int) -> Run:
+def on_mesh(model: ModelConfig, train: TrainConfig, batches: Sequence[Batch], sizes: Mapping[str, int]) -> Run:
     """The part of a rank: the same steps with an engine on a mesh of these sizes; gradients and parameters of its stage, unsharded."""
     mesh = init_mesh(device="cpu", **sizes)
     engine = parallelize(Llama(model, device="meta"), mesh, train)

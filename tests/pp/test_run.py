@@ -25,7 +25,7 @@ MASKED = [batch_of(8, 8, valid=37, seed=1), batch_of(8, 8, valid=20, seed=2)]
 
 
 def trains(configs: Sequence[tuple[TrainConfig, Sequence[Batch]]], sizes: dict[str, int]) -> list[Run]:
-    return [on_mesh(SMALL, train, batches, **sizes) for train, batches in configs]
+    return [on_mesh(SMALL, train, batches, sizes) for train, batches in configs]
 
 
 def assert_all_equal(found: list[list[Run]], configs: Sequence[tuple[TrainConfig, Sequence[Batch]]]) -> None:

@@ -1,0 +1,307 @@
+"""The engine: one step means the same on every layout, is taken by all ranks or by none, and never waits for ever."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pymesh3d.config import ModelConfig, TrainConfig
+from pymesh3d.engine import Engine, parallelize, stage_layers
+from pymesh3d.errors import ConfigError, DistributedError
+from pymesh3d.mesh import init_mesh
+from pymesh3d.models.llama import Llama
+from pymesh3d.placement import placement_of
+from tests.plain import FLOAT64, IGNORED, SMALL, Batch, Run, assert_equal_runs, assert_near, batch_of, on_mesh, plain, share
+
+Ranks = Callable[..., list[Any]]
+BATCHES = [batch_of(8, 8, valid=37, seed=1), batch_of(8, 8, valid=20, seed=2)]
+TIED = dataclasses.replace(SMALL, tied=True)
+
+
+def engine_on(model: ModelConfig = SMALL, train: TrainConfig = FLOAT64, **sizes: int) -> Engine:
+    return parallelize(Llama(model, device="meta"), init_mesh(device="cpu", **sizes), train)
+
+
+LAYOUTS: list[tuple[ModelConfig, dict[str, Any], dict[str, int]]] = [
+    (SMALL, {"zero_stage": 0, "sequence_parallel": True}, {"tp": 2, "dp": 2}),
+    (TIED, {"zero_stage": 1}, {"tp": 2, "dp": 2}),
+    (TIED, {"zero_stage": 0, "recompute": "full", "sequence_parallel": True}, {"tp": 4}),  # fewer KV heads than ranks
+    (SMALL, {"zero_stage": 1, "recompute": "full"}, {"pp": 2, "dp": 2}),
+    (SMALL, {"zero_stage": 1, "max_norm": None}, {"dp": 4}),
+]
+
+
+def on_poisoned_memory(
+    layouts: Sequence[tuple[ModelConfig, dict[str, Any], dict[str, int]]], batches: Sequence[Batch]
+) -> list[tuple[Run, Run]]:
+    """Before a step and after some, for each layout, while memory that nobody has written yet holds NaN."""
+    torch.set_deterministic_debug_mode("error")  # new memory is filled with NaN
+    try:
+        assert torch.empty(3).isnan().all()
+        trains = [(model, dataclasses.replace(FLOAT64, **changes), sizes) for model, changes, sizes in layouts]
+        return [(on_mesh(model, train, [], sizes), on_mesh(model, train, batches, sizes)) for model, train, sizes in trains]
+    finally:
+        torch.set_deterministic_debug_mode("default")
+
+
+def test_every_layout_computes_what_one_process_does(ranks: Ranks) -> None:
+    """Initial values bit by bit; gradients, norms, losses, parameters within 1e-12; no trace of what was in the memory before."""
+    found = ranks(4, on_poisoned_memory, LAYOUTS, BATCHES)
+    for number, (model, changes, _) in enumerate(LAYOUTS):
+        train = dataclasses.replace(FLOAT64, **changes)
+        assert_equal_runs([rank[number][1] for rank in found], plain(model, train, BATCHES))
+        initial = plain(model, train, []).parameters
+        for rank in found:
+            assert all(torch.equal(value, initial[name]) for name, value in rank[number][0].parameters.items())
+
+
+class GivenLosses(torch.nn.Module):
+    """Logits whose cross-entropy with target 0 is the token's id, times a weight of 1."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.vocab = vocab
+        self.weight = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, ids: torch.Tensor, h: torch.Tensor | None = None) -> torch.Tensor:
+        first = -torch.log(torch.expm1(ids.double()) / (self.vocab - 1))  # log(1 + (V - 1) / e^first) is the id
+        return self.weight * torch.cat((first.unsqueeze(-1), torch.zeros(*ids.shape, self.vocab - 1, dtype=torch.float64)), -1)
+
+
+def given_losses(batch: Batch) -> tuple[float, int, float]:
+    """(loss, tokens, this rank's gradient) over one-sample microbatches."""
+    engine = engine_on(train=dataclasses.replace(FLOAT64, micro_batch=1))
+    module = engine.stage.module = GivenLosses(SMALL.vocab)
+    loss, tokens = engine.forward_backward(share(batch, engine))
+    engine.mesh.close()
+    assert module.weight.grad is not None
+    return loss, tokens, module.weight.grad.item()
+
+
+def tokens_with(losses: list[list[int]], seq: int) -> Batch:
+    """A row a list: tokens with these losses, the rest ignored (with losses of 9)."""
+    ids = torch.tensor([row + [9] * (seq - len(row)) for row in losses])
+    return ids, torch.tensor([[0] * len(row) + [IGNORED] * (seq - len(row)) for row in losses])
+
+
+@pytest.mark.parametrize(
+    "world, losses, expected",
+    [(2, [[1, 1, 1], [5]], 2.0), (1, [[1] * 6, [3] * 2], 1.5), (2, [[1] * 6, [3] * 2, [], [7] * 3], (6 + 6 + 21) / 11), (2, [[], []], 0.0)],
+    ids=["ranks", "microbatches", "both, and one empty", "none"],
+)
+def test_every_token_weighs_the_same(ranks: Ranks, world: int, losses: list[list[int]], expected: float) -> None:
+    ids, targets = tokens_with(losses, 8)
+    module = GivenLosses(SMALL.vocab)
+    summed = F.cross_entropy(module(ids).flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    (summed / max(1, sum(map(len, losses)))).backward()
+    assert module.weight.grad is not None
+    found = ranks(world, given_losses, (ids, targets))
+    for loss, tokens, _ in found:
+        assert loss == pytest.approx(expected, rel=1e-14) and loss == found[0][0]
+        assert tokens == 8 * len(losses)  # ignored ones are tokens too
+    assert sum(gradient for *_, gradient in found) == pytest.approx(module.weight.grad.item(), rel=1e-14)
+
+
+def test_tokens_count_once(ranks: Ranks) -> None:
+    """A sample of 5 tokens, on tp 2 and on pp 2: 5 tokens, the loss of one process on every rank."""
+    sample = [batch_of(1, 5, seed=7)]
+    for sizes in ({"tp": 2}, {"pp": 2}):
+        assert_equal_runs(ranks(2, on_mesh, SMALL, FLOAT64, sample, sizes), plain(SMALL, FLOAT64, sample))
+
+
+def snapshot(engine: Engine) -> list[torch.Tensor]:
+    """Copies of all that a step changes: parameters, masters, optimizer state with its step counts."""
+    state = [engine.optimizer.state[master] for master in engine.zero.masters]
+    moments = [value for entry in state for value in entry.values()]
+    assert len(moments) == 3 * len(state), "AdamW keeps two moments and a step count"
+    return [t.detach().clone() for t in [*engine.model.parameters(), *engine.zero.masters, *moments]]
+
+
+class Lines(logging.Handler):
+    """Collects what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def skipped_steps(zero_stage: int, batches: Sequence[Batch]) -> dict[str, Any]:
+    """A step, two that one rank alone spoils (NaN, then infinity), and a good one, with a scheduler that follows `taken`."""
+    log, lines = logging.getLogger("pymesh3d"), Lines()
+    log.addHandler(lines)
+    engine = engine_on(train=dataclasses.replace(FLOAT64, zero_stage=zero_stage), pp=2, dp=2)
+    schedule = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, gamma=1.0)
+    results = [engine.train_step(share(batches[0], engine))]
+    schedule.step()
+    before = snapshot(engine)
+    for spoiled_on, value in ((3, math.nan), (0, math.inf)):
+        engine.forward_backward(share(batches[1], engine))
+        if engine.mesh.rank == spoiled_on:
+            engine.zero.buckets[-1].grads[3] = value
+        norm, taken = engine.optimizer_step()
+        if taken:
+            schedule.step()
+        assert not math.isfinite(norm), "the norm says why"
+    same = all(torch.equal(a, b) for a, b in zip(before, snapshot(engine), strict=True))
+    skipped_at = schedule.last_epoch
+    results.append(engine.train_step(share(batches[1], engine)))
+    log.removeHandler(lines)
+    parameters = dict(engine.whole_parameters())
+    engine.mesh.close()
+    counts = (engine.steps_taken, engine.steps_skipped, skipped_at)
+    return {"results": results, "same": same, "counts": counts, "lines": lines.lines, "parameters": parameters}
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_a_step_that_one_rank_cannot_take_is_taken_by_none(ranks: Ranks, zero_stage: int) -> None:
+    reference = plain(SMALL, FLOAT64, BATCHES)
+    for rank, found in enumerate(ranks(4, skipped_steps, zero_stage, BATCHES)):
+        assert found["same"]
+        assert found["counts"] == (2, 2, 1)
+        assert [result.taken for result in found["results"]] == [True, True]
+        for result, loss in zip(found["results"], reference.losses, strict=True):
+            assert result.loss == pytest.approx(loss, rel=1e-12)
+        assert_near(found["parameters"], reference.parameters)
+        if rank:
+            assert found["lines"] == []
+        else:
+            nan, inf = found["lines"]
+            assert "nan" in nan and "1 skipped" in nan
+            assert "inf" in inf and "2 skipped" in inf
+
+
+def uneven(batches: Sequence[Batch]) -> dict[str, Any]:
+    """Train on 8 samples in microbatches of 3, evaluate 5 in two, train again; also evaluate between a pass and its step."""
+    engine = engine_on(train=dataclasses.replace(FLOAT64, micro_batch=3), pp=2)
+    sizes, forward = [], engine.stage.forward
+
+    def counted(number: int, ids: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        sizes.append(ids.shape[0])
+        return forward(number, ids, *rest, **options)
+
+    engine.stage.forward = counted  # type: ignore[method-assign]
+    losses = [engine.train_step(batches[0]).loss, engine.eval_step(batches[1])]
+    loss, _ = engine.forward_backward(batches[2])
+    losses += [loss, engine.eval_step(batches[1])]
+    engine.optimizer_step()
+    parameters = dict(engine.whole_parameters())
+    engine.mesh.close()
+    return {"sizes": sizes, "losses": losses, "parameters": parameters}
+
+
+def test_uneven_microbatches_and_evaluation_between_steps(ranks: Ranks) -> None:
+    train = [batch_of(8, 8, valid=37, seed=1), batch_of(8, 8, valid=20, seed=2)]
+    evaluated = batch_of(5, 6, valid=11, seed=3)
+    reference = plain(SMALL, FLOAT64, train)
+    model = Llama(SMALL, dtype=torch.float64)
+    model.load_state_dict(plain(SMALL, FLOAT64, train[:1]).parameters)
+    held_out = F.cross_entropy(model(evaluated[0]).flatten(0, 1), evaluated[1].flatten(), ignore_index=IGNORED).item()
+    for found in ranks(2, uneven, [train[0], evaluated, train[1]]):
+        assert found["sizes"] == [3, 3, 2, 3, 2, 3, 3, 2, 3, 2]
+        assert found["losses"] == pytest.approx([reference.losses[0], held_out, reference.losses[1], held_out], rel=1e-12)
+        assert_near(found["parameters"], reference.parameters)
+
+
+def local_parameters(batches: Sequence[Batch]) -> dict[str, tuple[bool, torch.Tensor]]:
+    """Of a float32 model whose ranks began with different values: per parameter whether tp replicates it, and this rank's values."""
+    mesh = init_mesh(tp=2, dp=2, device="cpu")
+    engine = parallelize(Llama(SMALL), mesh, dataclasses.replace(FLOAT64, dtype="float32", lr=1e-2, sequence_parallel=True))
+    for batch in batches:
+        engine.train_step(share(batch, engine))
+    mesh.close()
+    return {placement_of(p).name: (placement_of(p).replicated, p.detach()) for p in engine.model.parameters()}
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+def test_replicas_stay_equal(ranks: Ranks, steps: int) -> None:
+    found = ranks(4, local_parameters, [BATCHES[n % 2] for n in range(steps)])
+    for name, (replicated, value) in found[0].items():
+        assert torch.equal(found[2][name][1], value) and torch.equal(found[3][name][1], found[1][name][1]), name
+        assert torch.equal(found[1][name][1], value) == replicated, name
+
+
+def dies_in_a_step(batches: Sequence[Batch]) -> tuple[str, float] | None:
+    """pp 2 x dp 2; in the second step rank 3 ends in the middle of its second microbatch."""
+    engine = engine_on(pp=2, dp=2)
+    engine.train_step(share(batches[0], engine))
+    if engine.mesh.rank == 3:
+        forward = engine.stage.forward
+        engine.stage.forward = lambda number, *rest, **options: os._exit(7) if number else forward(number, *rest, **options)  # type: ignore[method-assign]
+    began = time.monotonic()
+    try:
+        engine.train_step(share(batches[1], engine))
+    except DistributedError as error:
+        return str(error), time.monotonic() - began
+    return None
+
+
+def test_a_rank_that_dies_in_a_step_is_an_error_on_all_others(fresh_ranks: Ranks) -> None:
+    told = fresh_ranks(4, dies_in_a_step, BATCHES, timeout=30.0, expect_dead=[3])
+    assert told[3] is None
+    for rank in range(3):
+        text, seconds = told[rank]
+        assert text.startswith(f"rank {rank}: ") and " failed after " in text and "with ranks [" in text
+        assert seconds < 10.0
+    assert "activations over axis pp with ranks [3]" in told[1][0] or "gradients over axis pp with ranks [3]" in told[1][0]
+
+
+def other_configuration() -> str:
+    mesh = init_mesh(device="cpu")
+    with pytest.raises(DistributedError) as caught:
+        parallelize(Llama(SMALL, device="meta"), mesh, dataclasses.replace(FLOAT64, vocab_multiple=1 + (mesh.rank == 1)))
+    mesh.close()
+    return str(caught.value)
+
+
+def test_ranks_with_different_configurations_are_told(ranks: Ranks) -> None:
+    """Also where only the last field differs."""
+    for text in ranks(4, other_configuration):
+        assert "the same configuration" in text and "rank 1 has" in text and "rank 0 has" not in text
+        assert "vocab_multiple=1)" in text and "vocab_multiple=2)" in text
+
+
+def refused() -> list[str]:
+    engine = engine_on(train=dataclasses.replace(FLOAT64, sequence_parallel=True), tp=2)
+    bad = [
+        (torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)),
+        (torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int64)),
+        (torch.zeros(0, 4, dtype=torch.int64), torch.zeros(0, 4, dtype=torch.int64)),
+        (torch.zeros(2, 7, dtype=torch.int64), torch.zeros(2, 7, dtype=torch.int64)),
+        (torch.full((2, 4), SMALL.vocab), torch.zeros(2, 4, dtype=torch.int64)),
+        (torch.zeros(2, 4, dtype=torch.int64), torch.full((2, 4), SMALL.vocab)),
+    ]
+    texts = []
+    for batch in bad:
+        with pytest.raises(ConfigError) as caught:
+            engine.forward_backward(batch)
+        texts.append(str(caught.value))
+    loss = engine.train_step((torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64))).loss
+    engine.mesh.close()
+    return [*texts, str(math.isfinite(loss))]
+
+
+def test_bad_batches_are_refused_and_training_goes_on(ranks: Ranks) -> None:
+    for texts in ranks(2, refused):
+        for text, words in zip(
+            texts, ["(4,)", "(2, 4), targets (2, 5)", "(0, 4)", "sequence of 7, tp=2", "from 19 to 19", "target 19", "True"], strict=True
+        ):
+            assert words in text
+
+
+def test_layers_are_spread_with_the_head_as_a_layer() -> None:
+    assert stage_layers(SMALL, 1) == [range(4)]
+    assert stage_layers(SMALL, 4) == [range(0, 1), range(1, 2), range(2, 3), range(3, 4)]
+    large_head = dataclasses.replace(SMALL, vocab=200_000)
+    assert stage_layers(large_head, 2) == [range(0, 3), range(3, 4)]
