@@ -178,9 +178,12 @@ class TrainConfig:
         self._one_of("dtype", DTYPES)
         if self.reduce_dtype is not None:
             self._one_of("reduce_dtype", DTYPES)
-        for name, low in (("lr", 0.0), ("weight_decay", 0.0), ("eps", 0.0)):
-            if not math.isfinite(getattr(self, name)) or getattr(self, name) < low:
-                raise ConfigError(f"{name}={getattr(self, name)}", f"{name} must be finite and at least {low}", f"Try the default {name}")
+        for name in ("lr", "weight_decay", "eps"):
+            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            if not math.isfinite(value) or value < 0:
+                raise ConfigError(f"{name}={value}", f"{name} must be finite and at least 0", f"Try the default {name}={default}")
+        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ConfigError(f"betas={self.betas}", "betas must be two numbers from 0 to below 1", "Try the default betas=(0.9, 0.95)")
         if self.max_norm is not None and not self.max_norm > 0:
             raise ConfigError(f"max_norm={self.max_norm}", "max_norm must be above 0", "Use max_norm=None to switch clipping off")
 
@@ -201,16 +204,15 @@ def validate(model: ModelConfig, layout: Layout, train: TrainConfig) -> None:
     """
     tp, pp, dp = layout.tp, layout.pp, layout.dp
     heads_ok = [t for t in divisors(model.heads) if t % model.kv_heads == 0 or model.kv_heads % t == 0]
+    fits = f"For this model tp can be one of {[t for t in heads_ok if model.ffn % t == 0]}"
     if tp not in heads_ok:
         raise ConfigError(
             f"heads={model.heads}, kv_heads={model.kv_heads}, tp={tp}",
             "tp must divide heads, and one of tp and kv_heads must divide the other",
-            f"tp can be one of {heads_ok}",
+            fits,
         )
     if model.ffn % tp:
-        raise ConfigError(
-            f"ffn={model.ffn}, tp={tp}", "tp must divide ffn", f"tp can be one of {[t for t in heads_ok if model.ffn % t == 0]}"
-        )
+        raise ConfigError(f"ffn={model.ffn}, tp={tp}", "tp must divide ffn", fits)
     if train.sequence_parallel and train.seq % tp:
         raise ConfigError(
             f"seq={train.seq}, tp={tp}, sequence_parallel=True",

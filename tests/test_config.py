@@ -1,0 +1,204 @@
+"""Configurations that cannot run are refused at once, in words that name the values, the rule, and something that works."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pymesh3d.config import AXES, MODELS, Layout, ModelConfig, TrainConfig, divisors, validate
+from pymesh3d.errors import ConfigError
+from pymesh3d.mesh import init_mesh
+
+TEN_HEADS = ModelConfig(dim=80, heads=10, kv_heads=10, ffn=120)
+TWELVE_HEADS = ModelConfig(dim=96, heads=12, kv_heads=2, ffn=96)
+TRAIN = TrainConfig(global_batch=24)
+
+# What is given -> words of the error, and the way out that the error names, which must be one.
+BAD: dict[str, tuple[Callable[[], object], list[str], Callable[[], object]]] = {
+    "world": (
+        lambda: Layout(tp=4).resolve(6),
+        ["world size 6", "tp 4", "multiply to 4", "must equal", "pp 1 x dp 2 x tp 3"],
+        lambda: Layout(pp=1, dp=2, tp=3).resolve(6),
+    ),
+    "world with a free axis": (
+        lambda: Layout(tp=4, dp=-1).resolve(6),
+        ["world size 6", "multiply to 4", "must divide", "pp 1 x dp 2 x tp 3"],
+        lambda: Layout(pp=1, dp=2, tp=3).resolve(6),
+    ),
+    "two free axes": (lambda: Layout(tp=-1, dp=-1), ["dp=-1 and tp=-1", "at most one"], lambda: Layout(tp=-1, dp=1).resolve(6)),
+    "axis size": (lambda: Layout(pp=0), ["pp=0", "positive", "pp=1"], lambda: Layout(pp=1)),
+    "cp": (lambda: Layout(cp=2), ["cp=2", "not available", "cp=1"], lambda: Layout(cp=1)),
+    "heads": (
+        lambda: validate(TEN_HEADS, Layout(tp=4), TRAIN),
+        ["heads=10", "tp=4", "tp must divide heads", "[1, 2, 5, 10]"],
+        lambda: [validate(TEN_HEADS, Layout(tp=tp), TRAIN) for tp in (1, 2, 5, 10)],
+    ),
+    "kv heads": (
+        lambda: validate(TWELVE_HEADS, Layout(tp=3), TRAIN),
+        ["kv_heads=2", "tp=3", "divide the other", "[1, 2, 4, 6, 12]"],
+        lambda: [validate(TWELVE_HEADS, Layout(tp=tp), TRAIN) for tp in (1, 2, 4, 6, 12)],
+    ),
+    "heads, where ffn counts too": (
+        lambda: validate(dataclasses.replace(TEN_HEADS, ffn=12), Layout(tp=4), TRAIN),
+        ["heads=10", "tp=4", "one of [1, 2]"],
+        lambda: [validate(dataclasses.replace(TEN_HEADS, ffn=12), Layout(tp=tp), TRAIN) for tp in (1, 2)],
+    ),
+    "ffn": (
+        lambda: validate(dataclasses.replace(TEN_HEADS, ffn=12), Layout(tp=5), TRAIN),
+        ["ffn=12", "tp=5", "tp must divide ffn", "one of [1, 2]"],
+        lambda: [validate(dataclasses.replace(TEN_HEADS, ffn=12), Layout(tp=tp), TRAIN) for tp in (1, 2)],
+    ),
+    "sequence": (
+        lambda: validate(ModelConfig(), Layout(tp=2), TrainConfig(seq=7, sequence_parallel=True)),
+        ["seq=7", "tp=2", "tp must divide seq", "seq=8", "sequence_parallel=False"],
+        lambda: [
+            validate(ModelConfig(), Layout(tp=2), TrainConfig(seq=8, sequence_parallel=True)),
+            validate(ModelConfig(), Layout(tp=2), TrainConfig(seq=7, sequence_parallel=False)),
+        ],
+    ),
+    "global batch": (
+        lambda: validate(ModelConfig(), Layout(dp=4), TrainConfig(global_batch=10)),
+        ["global_batch=10", "dp=4", "dp must divide global_batch", "global_batch=12"],
+        lambda: validate(ModelConfig(), Layout(dp=4), TrainConfig(global_batch=12)),
+    ),
+    "layers": (
+        lambda: validate(ModelConfig(layers=3), Layout(pp=4), TRAIN),
+        ["layers=3", "pp=4", "at least one layer", "pp=3 or less"],
+        lambda: [validate(ModelConfig(layers=3), Layout(pp=pp), TRAIN) for pp in (1, 2, 3)],
+    ),
+    "tied over stages": (
+        lambda: validate(ModelConfig(tied=True), Layout(pp=2), TRAIN),
+        ["tied=True", "pp=2", "on the stage of the embedding", "tied=False", "pp=1"],
+        lambda: [validate(ModelConfig(tied=False), Layout(pp=2), TRAIN), validate(ModelConfig(tied=True), Layout(pp=1), TRAIN)],
+    ),
+    "zero stage": (lambda: TrainConfig(zero_stage=3), ["zero_stage=3", "one of 0, 1", "default is 1"], lambda: TrainConfig(zero_stage=1)),
+    "schedule": (
+        lambda: TrainConfig(schedule="zigzag"),
+        ["schedule='zigzag'", "one of gpipe, 1f1b"],
+        lambda: [TrainConfig(schedule="gpipe"), TrainConfig(schedule="1f1b")],
+    ),
+    "float16": (lambda: TrainConfig(dtype="float16"), ["float16", "loss scaling", "bfloat16"], lambda: TrainConfig(dtype="bfloat16")),
+    "dtype": (lambda: TrainConfig(dtype="int8"), ["dtype='int8'", "bfloat16", "default is float32"], lambda: TrainConfig(dtype="float32")),
+    "reduce dtype": (
+        lambda: TrainConfig(reduce_dtype="float16"),
+        ["reduce_dtype='float16'", "float32, bfloat16", "default is None"],
+        lambda: TrainConfig(reduce_dtype="bfloat16"),
+    ),
+    "recompute": (lambda: TrainConfig(recompute="some"), ["recompute='some'", "none, full"], lambda: TrainConfig(recompute="full")),
+    "micro batch": (lambda: TrainConfig(micro_batch=0), ["micro_batch=0", "positive", "micro_batch=1"], lambda: TrainConfig(micro_batch=1)),
+    "not whole": (lambda: TrainConfig(seq=1.5), ["seq=1.5", "integer"], lambda: TrainConfig(seq=1)),  # type: ignore[arg-type]
+    "lr": (lambda: TrainConfig(lr=math.nan), ["lr=nan", "finite", "lr=0.001"], lambda: TrainConfig(lr=0.001)),
+    "weight decay": (lambda: TrainConfig(weight_decay=-1.0), ["weight_decay=-1.0", "at least 0"], lambda: TrainConfig(weight_decay=0.1)),
+    "betas": (
+        lambda: TrainConfig(betas=(0.9, 1.0)),
+        ["betas=(0.9, 1.0)", "below 1", "(0.9, 0.95)"],
+        lambda: TrainConfig(betas=(0.9, 0.95)),
+    ),
+    "max norm": (lambda: TrainConfig(max_norm=0.0), ["max_norm=0.0", "above 0", "max_norm=None"], lambda: TrainConfig(max_norm=None)),
+    "head size": (
+        lambda: ModelConfig(dim=12, heads=4),
+        ["dim=12, heads=4", "even head size", "[1, 2, 3, 6]"],
+        lambda: [ModelConfig(dim=12, heads=heads, kv_heads=1) for heads in (1, 2, 3, 6)],
+    ),
+    "kv heads of the model": (
+        lambda: ModelConfig(dim=48, heads=6, kv_heads=4),
+        ["heads=6, kv_heads=4", "divide", "[1, 2, 3, 6]"],
+        lambda: [ModelConfig(dim=48, heads=6, kv_heads=kv) for kv in (1, 2, 3, 6)],
+    ),
+    "model name": (lambda: ModelConfig.load("tinny"), ["'tinny'", "tiny, small, 1b, 8b"], lambda: [ModelConfig.load(m) for m in MODELS]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused_with_values_rule_and_a_way_out(name: str) -> None:
+    bad, words, way_out = BAD[name]
+    with pytest.raises(ConfigError) as caught:
+        bad()
+    error = caught.value
+    assert isinstance(error, ValueError)
+    assert str(error) == f"{error.given}: {error.rule}. {error.instead}"
+    for word in words:
+        assert word in str(error)
+    assert not dist.is_initialized()
+    way_out()
+
+
+def test_a_mesh_that_does_not_fit_is_refused_before_any_process_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an address that nobody listens on: meeting would fail otherwise than this."""
+    for name, value in {"WORLD_SIZE": "6", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"world size 6 with pp 1 x dp -1 x tp 4: .* fits"):
+        init_mesh(tp=4, device="cpu")
+    assert not dist.is_initialized()
+
+
+SIZES = st.integers(1, 12)
+
+
+@given(world=st.integers(1, 64), pp=SIZES, dp=st.sampled_from([-1, 1, 2, 3, 4]), tp=SIZES)
+@settings(max_examples=200, deadline=None)
+def test_a_layout_multiplies_to_the_world_or_names_one_that_does(world: int, pp: int, dp: int, tp: int) -> None:
+    try:
+        layout = Layout(pp=pp, dp=dp, tp=tp).resolve(world)
+    except ConfigError as error:
+        assert pp * tp * abs(dp) != world
+        words = error.instead.removesuffix(" fits").split()
+        named = {axis: int(words[words.index(axis) + 1]) for axis in AXES if axis in words}
+        assert Layout(**named).resolve(world).world == world
+    else:
+        assert layout.world == world and (layout.pp, layout.tp) == (pp, tp) and dp in (-1, layout.dp)
+
+
+@given(
+    heads=st.integers(1, 12),
+    kv=st.integers(1, 12),
+    ffn=st.integers(1, 24),
+    layers=st.integers(1, 6),
+    tp=SIZES,
+    pp=st.integers(1, 8),
+    dp=st.integers(1, 6),
+    seq=st.integers(1, 12),
+    batch=st.integers(1, 12),
+    sequence_parallel=st.booleans(),
+)
+@settings(max_examples=200, deadline=None)
+def test_what_is_not_refused_can_be_cut(
+    heads: int, kv: int, ffn: int, layers: int, tp: int, pp: int, dp: int, seq: int, batch: int, sequence_parallel: bool
+) -> None:
+    if heads % kv:
+        kv = heads
+    model = ModelConfig(dim=2 * heads, heads=heads, kv_heads=kv, ffn=ffn, layers=layers)
+    fits = (heads % tp, ffn % tp, min(kv % tp, tp % kv), batch % dp) == (0,) * 4 and layers >= pp and not (sequence_parallel and seq % tp)
+    train = TrainConfig(seq=seq, global_batch=batch, sequence_parallel=sequence_parallel)
+    if fits:
+        validate(model, Layout(tp=tp, pp=pp, dp=dp), train)
+    else:
+        with pytest.raises(ConfigError):
+            validate(model, Layout(tp=tp, pp=pp, dp=dp), train)
+
+
+def test_models_come_from_files(tmp_path: Path) -> None:
+    file = tmp_path / "model.json"
+    file.write_text(json.dumps({"dim": 64, "heads": 2, "kv_heads": 1}))
+    assert ModelConfig.load(str(file)) == ModelConfig(dim=64, heads=2, kv_heads=1)
+    for text, words in (
+        ("{", "not readable as JSON"),
+        ("[1]", "unknown fields"),
+        ('{"dims": 64}', "['dims']: unknown fields. Fields are: dim, ffn"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            ModelConfig.load(str(file))
+        assert words in str(caught.value) and str(file) in str(caught.value)
+
+
+def test_divisors() -> None:
+    assert [divisors(n) for n in (1, 7, 12)] == [[1], [1, 7], [1, 2, 3, 4, 6, 12]]
