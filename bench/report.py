@@ -60,7 +60,7 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def record(name: str, rows: Sequence[Row]) -> dict[str, Any]:
+def record(name: str, rows: Sequence[Row], **details: Any) -> dict[str, Any]:
     """The whole record of benchmark `name`; clocks are those of the moment, so call it right after measuring."""
     return {
         "name": name,
@@ -69,14 +69,15 @@ def record(name: str, rows: Sequence[Row]) -> dict[str, Any]:
         "cpu": {"machine": platform.machine(), "cores": os.cpu_count(), "torch_threads": torch.get_num_threads()},
         "kernels": backend.reason,
         "versions": versions(),
+        **details,
         "rows": [dict(row) for row in rows],
     }
 
 
-def write(name: str, rows: Sequence[Row], path: Path) -> None:
-    """Writes the record of benchmark `name` as JSON; missing folders are made."""
+def write(name: str, rows: Sequence[Row], path: Path, **details: Any) -> None:
+    """Writes the record of benchmark `name`, and `details` that belong to it, as JSON; missing folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record(name, rows), indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(record(name, rows, **details), indent=2) + "\n", encoding="utf-8")
 
 
 def table(rows: Sequence[Row], title: str | None = None) -> Table:

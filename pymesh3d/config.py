@@ -150,7 +150,7 @@ class TrainConfig:
     seq: int = 128
     global_batch: int = 16
     micro_batch: int = 2
-    steps: int = 300
+    steps: int = 200
     schedule: str = "1f1b"
     zero_stage: int = 1
     sequence_parallel: bool = False

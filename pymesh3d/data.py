@@ -154,6 +154,7 @@ class Batches:
                 f"the corpus ({corpus.description}) has only {self.windows} windows of {seq} + 1 tokens, fewer than one global batch",
                 f"Use {f'global_batch={self.windows} or less, ' if self.windows else ''}a shorter seq, or more text",
             )
+        self.corpus = corpus
         self._tokens = np.asarray(corpus.tokens)
         self._seq = seq
         self._global_batch = global_batch

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def parallelize(model: Llama, mesh: Mesh, config: TrainConfig | None = None, *, 
     """
     config = config or TrainConfig()
     validate(model.config, mesh.layout, config)
-    require_equal(exchange_text(f"{model.config} {config}"[-190:], mesh.device), "configuration")
+    require_equal(exchange_text(f"{model.config} {config}", mesh.device), "configuration")
     on_meta = any(parameter.is_meta for parameter in model.parameters())
 
     # Tensor parallelism first, on the whole model: names and ties are those of the unsharded one, and nothing is allocated yet.
@@ -165,6 +165,15 @@ class Engine:
                 bucket, start = placement.zero
                 local = grads[bucket][start : start + parameter.numel()].view_as(parameter)
                 yield placement.name, whole(local, placement, self.mesh.tp)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What this rank must keep to go on exactly: its master weights, the optimizer's state, and the number of steps taken."""
+        return {**self.zero.state(), "steps_taken": torch.tensor(self.steps_taken)}
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Go on from what `state` gave. All ranks must call."""
+        self.steps_taken = int(tensors["steps_taken"])
+        self.zero.load_state({name: tensor for name, tensor in tensors.items() if name != "steps_taken"})
 
     def _prepare(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[list[Microbatch], int]:
         ids, targets = (part.to(self.mesh.device, non_blocking=True) for part in self._checked(batch))

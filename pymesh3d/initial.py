@@ -17,17 +17,14 @@ def fill_(local: torch.Tensor, placement: Placement, rank: int, *, seed: int, na
 
     `kind` "normal" (standard deviation `scale`) or "uniform" (in -scale..scale).
     """
-    columns = math.prod(placement.shape[1:])
-    assert placement.dim in (0, 1), f"{name}: no rule to fill a tensor cut along dim {placement.dim}"
-    if placement.dim == 1:
-        (piece,) = placement.pieces(rank)
-        fill_shard_(local, seed=seed, name=name, kind=kind, scale=scale, global_cols=columns, row0=0, col0=piece.start)
-        return
-    flat = local.view(-1, columns)
+    dim, columns = placement.dim, math.prod(placement.shape[1:])
+    assert dim == 0 or (dim == 1 and local.ndim == 2), f"{name}: no rule to fill a tensor of {local.ndim} dims cut along dim {dim}"
+    flat = local.view(-1, columns) if dim == 0 else local
     for piece in placement.pieces(rank):
-        rows = flat[piece.local : piece.local + piece.length]
-        fill_shard_(rows, seed=seed, name=name, kind=kind, scale=scale, global_cols=columns, row0=piece.start, col0=0)
-        flat[piece.local + piece.length : piece.local + piece.rows].zero_()
+        row0, col0 = (piece.start, 0) if dim == 0 else (0, piece.start)
+        rows = flat.narrow(dim, piece.local, piece.length)
+        fill_shard_(rows, seed=seed, name=name, kind=kind, scale=scale, global_cols=columns, row0=row0, col0=col0)
+        flat.narrow(dim, piece.local + piece.length, piece.rows - piece.length).zero_()
 
 
 def materialize(module: nn.Module, device: torch.device | str) -> None:

@@ -44,13 +44,14 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How one row differs from the reference; `first` names the first tensor beyond the bound."""
+    """How one row differs from the reference; `first` names the first tensor beyond the bound. `complete`: the stages hold every tensor."""
 
     row: Row
     seconds: float
     loss: float
     losses_equal: bool
     initial_equal: bool
+    complete: bool
     loss_difference: float
     gradients: float
     parameters: float
@@ -60,12 +61,13 @@ class Outcome:
         """Whether every difference is within the bounds of this dtype."""
         bound = BOUNDS[dtype]
         near = self.loss_difference <= bound["loss"] and self.gradients <= bound["gradients"] and self.parameters <= bound["parameters"]
-        return near and self.losses_equal and self.initial_equal
+        return near and self.losses_equal and self.initial_equal and self.complete
 
 
 def difference(a: torch.Tensor, b: torch.Tensor, largest: float) -> float:
-    """max|a - b| / max(max|b|, largest / 1000), `largest` being the largest value among all tensors of b's kind."""
-    return float((a.double() - b.double()).abs().max()) / max(float(b.double().abs().max()), largest / 1000)
+    """max|a - b| / max(max|b|, largest / 1000), `largest` being the largest value among all tensors of b's kind; infinite for NaN."""
+    apart = (a.double() - b.double()).abs().max().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return float(apart) / max(float(b.double().abs().max()), largest / 1000)
 
 
 def sample(model: ModelConfig, train: TrainConfig, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,19 +119,22 @@ def compare(row: Row, reference: Reference, dtype: str, device: str) -> Outcome:
     try:
         engine = parallelize(Llama(row.model, device="meta"), mesh, train)
         initial_equal = all(torch.equal(value, reference.initial[name].to(value.dtype)) for name, value in engine.whole_parameters())
-        losses, gradients, first = [], 0.0, ""
+        losses, gradients, first, held = [], 0.0, "", 0
         for step in range(STEPS):
             batch = tuple(part.chunk(mesh.dp.size)[mesh.dp.rank] for part in sample(row.model, train, step))
             loss, _ = engine.forward_backward(batch)  # type: ignore[arg-type]
             if step == 0:
-                gradients, first = worst(dict(engine.whole_gradients()), reference.gradients, BOUNDS[dtype]["gradients"], "gradient of ")
+                found = dict(engine.whole_gradients())
+                held = len(found) if mesh.tp.rank == mesh.dp.rank == 0 else 0
+                gradients, first = worst(found, reference.gradients, BOUNDS[dtype]["gradients"], "gradient of ")
             engine.optimizer_step()
             losses.append(loss)
         parameters, first_parameter = worst(dict(engine.whole_parameters()), reference.parameters, BOUNDS[dtype]["parameters"], "")
-        losses_differ = max(abs(a - b) / abs(b) for a, b in zip(losses, reference.losses, strict=True))
-        return agree(
-            mesh, row, time.monotonic() - began, losses, initial_equal, losses_differ, gradients, parameters, first or first_parameter
-        )
+        expected = torch.tensor(reference.losses)
+        losses_differ = difference(torch.tensor(losses), expected, float(expected.max()))
+        seconds, first = time.monotonic() - began, first or first_parameter
+        outcome = agree(mesh, row, seconds, losses, initial_equal, losses_differ, gradients, parameters, first)
+        return dataclasses.replace(outcome, complete=int(all_reduce_(torch.tensor(held, device=mesh.device), mesh.all).wait()) == len(reference.gradients))
     finally:
         mesh.close()
 

@@ -6,7 +6,7 @@ gradients goes to the shard's owner and the new parameters come back. Both add u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -107,15 +107,44 @@ class Zero:
         for bucket, master in zip(self.buckets, self.masters, strict=True):
             master.grad = self._owned(bucket, bucket.grads).mul_(scale)
         self.optimizer.step()
+        for master in self.masters:
+            master.grad = None
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Give every rank the parameters that the masters stand for."""
         sent = []
         for bucket, master in zip(self.buckets, self.masters, strict=True):
-            master.grad = None
             owned = self._owned(bucket, bucket.weights)
             owned.copy_(master)  # rounds to bf16; for float32 both are the same memory
-            if self.stage == 1 and self.mesh.dp.size > 1:
+            if self.stage == 1:
                 sent.append((bucket, all_gather(owned, self.mesh.dp)))
         for bucket, pending in sent:
             bucket.weights.copy_(pending.wait())
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Masters and optimizer state of this rank, by kind and bucket number. State that an optimizer has not made yet is absent."""
+        tensors: dict[str, torch.Tensor] = {}
+        for number, master in enumerate(self.masters):
+            tensors[f"master.{number}"] = master.detach()
+            for key, value in self.optimizer.state[master].items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{key}.{number}"] = value
+        return tensors
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy what `state` gave back into place, and publish the parameters. All ranks must call."""
+        for name, value in tensors.items():
+            key, _, number = name.rpartition(".")
+            master = self.masters[int(number)]
+            if key == "master":
+                master.copy_(value)
+            else:
+                on_device = value.ndim > 0 or self.optimizer.defaults.get("fused")  # torch keeps step counts on the CPU otherwise
+                self.optimizer.state[master][key] = value.to(master.device if on_device else "cpu", copy=True)
+        self.publish()
 
     def zero_grad(self) -> None:
         """Forget all accumulated gradients."""

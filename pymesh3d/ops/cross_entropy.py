@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from pymesh3d.comm.collectives import all_reduce_
 from pymesh3d.mesh import Axis
@@ -24,7 +25,7 @@ class _CrossEntropy(torch.autograd.Function):
         valid = min(max(vocab - start, 0), width)  # columns beyond are padding of the vocabulary
         z = logits.to(torch.float32, copy=True) if logits.dtype in (torch.bfloat16, torch.float16) else logits.clone()
         z[..., valid:] = -torch.inf
-        z -= all_reduce_(z.amax(-1), axis, "max").wait().unsqueeze(-1)
+        z -= all_reduce_(z.amax(-1).contiguous(), axis, "max").wait().unsqueeze(-1)
 
         ignored = target == ignore_index
         local = target - start
@@ -42,6 +43,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss.masked_fill(ignored, 0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         softmax, local, here, ignored = ctx.saved_tensors
         grad = softmax.clone()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from pymesh3d.comm.collectives import all_gather
 from pymesh3d.mesh import Axis
@@ -25,6 +26,7 @@ class _Gather(torch.autograd.Function):
         return _gather(x, axis)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _split(grad, ctx.axis), None
 
@@ -36,6 +38,7 @@ class _Split(torch.autograd.Function):
         return _split(x, axis)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _gather(grad, ctx.axis), None
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from pymesh3d.comm.collectives import Pending, all_gather, all_reduce_, reduce_scatter
 from pymesh3d.mesh import Axis
@@ -33,6 +34,14 @@ def _scatter_tokens(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return reduce_scatter(x.movedim(-2, 0), axis).wait().movedim(0, -2)
 
 
+def _autocast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Under torch.autocast, all in its dtype, as F.linear would have them. Autograd brings the gradients back to the parameters'."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -45,6 +54,7 @@ class _ColumnLinear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         axis, sequence_parallel = ctx.axis, ctx.sequence_parallel
@@ -79,6 +89,7 @@ class _RowLinear(torch.autograd.Function):
         return y if bias is None else y + bias
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         gathered = _gather_tokens(grad_y, ctx.axis) if ctx.sequence_parallel else None
@@ -107,6 +118,7 @@ class _VocabLookup(torch.autograd.Function):
         return _scatter_tokens(y, axis) if sequence_parallel else all_reduce_(y, axis).wait()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         local, no_grad, weight = ctx.saved_tensors
         if ctx.sequence_parallel:
@@ -121,14 +133,14 @@ class _VocabLookup(torch.autograd.Function):
 @torch.compiler.disable
 def column_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: Axis, sequence_parallel: bool) -> torch.Tensor:
     """y[..., T, N/ranks] = x[..., T, K] weight[N/ranks, K]^T + bias. With sequence_parallel x is [..., T/ranks, K] and is gathered."""
-    y: torch.Tensor = _ColumnLinear.apply(x, weight, bias, axis, sequence_parallel)
+    y: torch.Tensor = _ColumnLinear.apply(*_autocast(x, weight, bias), axis, sequence_parallel)
     return y
 
 
 @torch.compiler.disable
 def row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: Axis, sequence_parallel: bool) -> torch.Tensor:
     """y[..., T, N] = sum over ranks of x[..., T, K/ranks] weight[N, K/ranks]^T, plus bias; [..., T/ranks, N] with sequence_parallel."""
-    y: torch.Tensor = _RowLinear.apply(x, weight, bias, axis, sequence_parallel)
+    y: torch.Tensor = _RowLinear.apply(*_autocast(x, weight, bias), axis, sequence_parallel)
     return y
 
 

@@ -43,6 +43,15 @@ def _common_seed(axis: Axis, device: torch.device) -> int:
     return int(broadcast_(seed, axis).item())
 
 
+def equalize_(x: torch.Tensor, axis: Axis) -> None:
+    """Give `x`, of any dtype and device, the values that it has on the axis' first rank. Does nothing on the meta device."""
+    if axis.size > 1 and not x.is_meta:
+        device = torch.device("cuda") if dist.get_backend(axis.group) == "nccl" else x.device
+        sent = x.detach().to(device).contiguous()
+        broadcast_(sent.view(-1).view(torch.uint8), axis)
+        x.data = sent.to(x.device)
+
+
 class _Sharded(nn.Module):
     """What the layers share: making a parameter from its placement, filling it, taking it from a whole one."""
 
@@ -62,11 +71,18 @@ class _Sharded(nn.Module):
         parameter.requires_grad_(whole.requires_grad)
         if whole.is_meta:
             return
-        whole = whole.detach()
-        if self.axis.size > 1:
-            whole = broadcast_(whole.clone().contiguous(), self.axis)
+        whole = whole.detach().clone()
+        equalize_(whole, self.axis)
         with torch.no_grad():
             placement_of(parameter).shard(whole, parameter, self.axis.rank)
+
+    def _check_features(self, x: torch.Tensor, features: int) -> None:
+        if not x.ndim or x.shape[-1] != features:
+            raise ConfigError(
+                f"input {tuple(x.shape)} of a {type(self).__name__}({self.extra_repr()})",
+                f"its last dim must be {features}",
+                "A column-parallel layer takes whole features, a row-parallel one this rank's part (whole with input_is_parallel=False)",
+            )
 
     def _check_tokens(self, x: torch.Tensor, tokens: int) -> None:
         if self.sequence_parallel and tokens % self.axis.size:
@@ -162,6 +178,9 @@ class ColumnParallelLinear(_Sharded):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., T, K] (or [..., T/tp, K]) -> [..., T, N/tp] (or N)."""
+        self._check_features(x, self.in_features)
+        if self.sequence_parallel and x.ndim < 2:
+            raise ConfigError(f"input {tuple(x.shape)} with sequence_parallel=True", "there is no dim of tokens", "Use x.unsqueeze(0)")
         y = column_linear(x, self.weight, self.bias, self.axis, self.sequence_parallel)
         return gather_features(y, self.axis)[..., : self.out_features] if self.gather_output else y
 
@@ -223,6 +242,7 @@ class RowParallelLinear(_Sharded):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., T, K/tp] -> [..., T, N] (or [..., T/tp, N])."""
+        self._check_features(x, self.in_features // self.axis.size if self.input_is_parallel else self.in_features)
         if not self.input_is_parallel:
             x = split_features(x, self.axis)
         self._check_tokens(x, x.shape[-2] if x.ndim > 1 else 1)
@@ -252,12 +272,24 @@ class VocabParallelEmbedding(_Sharded):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mesh, sequence_parallel)
-        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ConfigError(
+                f"padding_idx={padding_idx}, num_embeddings={num_embeddings}", "padding_idx must be one of the rows", "Use padding_idx=None"
+            )
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         cut = _parts(num_embeddings, None, None, vocab_multiple, self.axis.size)
         self.weight = self._parameter(Placement(shape=(num_embeddings, embedding_dim), parts=cut, ranks=self.axis.size), device, dtype)
         if not self.weight.is_meta:
             seed = _common_seed(self.axis, self.weight.device)
             fill_(self.weight, placement_of(self.weight), self.axis.rank, seed=seed, name="weight", kind="normal", scale=1.0)
+            self._zero_padding_row()
+
+    @torch.no_grad()
+    def _zero_padding_row(self) -> None:
+        rows = self.weight.shape[0]
+        if self.padding_idx is not None and self.padding_idx // rows == self.axis.rank:
+            self.weight[self.padding_idx % rows] = 0
 
     @classmethod
     def from_embedding(
@@ -284,8 +316,14 @@ class VocabParallelEmbedding(_Sharded):
         return layer
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids [..., T] of all the ranks' tokens, the same on each -> [..., T, D] (or [..., T/tp, D])."""
-        self._check_tokens(ids, ids.shape[-1])
+        """ids [..., T] of all the ranks' tokens, the same on each -> [..., T, D] (or [..., T/tp, D]). On CPU an id outside is refused."""
+        if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_embeddings:
+            raise ConfigError(
+                f"ids from {int(ids.min())} to {int(ids.max())} of an embedding of {self.num_embeddings} rows",
+                "an id must be one of the rows",
+                f"Use 0..{self.num_embeddings - 1}",
+            )
+        self._check_tokens(ids, ids.shape[-1] if ids.ndim else 1)
         return vocab_lookup(ids, self.weight, self.axis, self.sequence_parallel, self.padding_idx)
 
     def extra_repr(self) -> str:
@@ -299,6 +337,8 @@ def _parts(rows: int, parts: Sequence[int | Part] | None, heads: int | None, mul
         raise ConfigError(
             "parts together with heads or vocab_multiple", "heads belong into the parts", "Use parts=(Part(size=..., heads=...), ...)"
         )
+    if multiple is not None and multiple < 1:
+        raise ConfigError(f"vocab_multiple={multiple}", "must be a positive integer", "Use 1 for no more padding than tp needs")
     if parts is None:
         padded = None if multiple is None else math.ceil(rows / (ranks * multiple)) * ranks * multiple
         parts = (Part(size=rows, heads=heads, padded=padded),)

@@ -28,7 +28,10 @@ def vocab_parallel_cross_entropy(
     Raises ConfigError on an unknown reduction, on shapes that do not match, and (on CPU) on a target outside the vocabulary.
     """
     axis = tp_axis(mesh)
-    vocab = logits.shape[-1] * axis.size if vocab is None else vocab
+    columns = logits.shape[-1] * axis.size
+    vocab = columns if vocab is None else vocab
+    if not 0 < vocab <= columns:
+        raise ConfigError(f"vocab={vocab} with logits of {columns} columns", "no more entries than columns", f"Use vocab={columns} or less")
     if reduction not in ("none", "mean", "sum"):
         raise ConfigError(f"reduction={reduction!r}", "not a reduction", "Use 'none', 'mean' or 'sum'")
     if not 0.0 <= label_smoothing <= 1.0:

@@ -7,15 +7,13 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pymesh3d.comm.collectives import broadcast_
 from pymesh3d.errors import ConfigError
 from pymesh3d.mesh import Axis, Mesh
 from pymesh3d.placement import Part, Placement, place, placement_of
-from pymesh3d.tp.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, tp_axis
+from pymesh3d.tp.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, equalize_, tp_axis
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,14 +54,17 @@ def parallelize_module(
     """Replace submodules in place by their parallel forms and return the module.
 
     `plan` maps patterns of module names (`layers.*.attention.qkv`) to styles; the first that matches counts. What no pattern
-    names stays whole, takes the first tp rank's values, and is expected to compute the same on every rank. Weights that
-    several modules share stay shared. Afterwards each parameter carries its `placement`, with its full name.
-    Raises ConfigError for a pattern that matches nothing and for a style that does not fit its module.
+    names stays whole and is expected to compute the same on every rank. All values are those of the first tp rank, and with a
+    Mesh those of its first rank. Weights that are used in several places stay shared. Afterwards each parameter
+    carries its `placement`, with its full name.
+    Raises ConfigError for a pattern that matches nothing, a style that does not fit its module, and a weight that is cut in one
+    of its places and not, or otherwise, in another.
     """
     axis = tp_axis(mesh)
     _require_matches(module, plan)
     replaced: dict[int, nn.Parameter] = {}  # parameters by the identity of the one they replace: ties survive
-    for name, child in list(module.named_modules()):
+    modules = list(module.named_modules(remove_duplicate=False))  # keeps all alive, so that no identity is used twice
+    for name, child in modules:
         style = next((style for pattern, style in plan.items() if fnmatchcase(name, pattern)), None)
         if style is None:
             continue
@@ -74,20 +75,25 @@ def parallelize_module(
         new = _parallel(name, child, style, mesh, sequence_parallel)
         for own, old in child.named_parameters(recurse=False):
             shared = replaced.setdefault(id(old), getattr(new, own))
-            if shared.shape != getattr(new, own).shape:
-                raise ConfigError(
-                    f"{name}.{own}", "shares its weight with a module that is cut otherwise", "Give both the same style and padding"
-                )
+            if _cut(shared) != _cut(getattr(new, own)):
+                raise _untied(f"{name}.{own}")
             setattr(new, own, shared)
         new.train(child.training)
         parent, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(parent), leaf, new)
-    for parameter in module.parameters():
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in replaced:
+            raise _untied(name)
         if getattr(parameter, "placement", None) is None:
             place(parameter, Placement(shape=tuple(parameter.shape), ranks=axis.size))
     name_parameters(module)
-    _equalize(module, axis)
-    if isinstance(mesh, Mesh):  # while every rank still sees every parameter: making groups takes all ranks
+    for tensor in [*(p for p in module.parameters() if placement_of(p).replicated), *module.buffers()]:
+        equalize_(tensor, axis)
+    if isinstance(mesh, Mesh):
+        for line in (mesh.pp, mesh.dp, mesh.cp):
+            for tensor in [*module.parameters(), *module.buffers()]:
+                equalize_(tensor, line)
+        # While every rank still sees every parameter: making groups takes all ranks.
         for replicas in sorted({count for p in module.parameters() for _, _, count in placement_of(p).summed(axis.rank)}):
             mesh.subgroup(axis, replicas)
     return module
@@ -107,7 +113,7 @@ def name_parameters(module: nn.Module) -> None:
 
 
 def _require_matches(module: nn.Module, plan: Mapping[str, Style]) -> None:
-    names = [name for name, _ in module.named_modules() if name]
+    names = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
     for pattern in plan:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
@@ -135,10 +141,9 @@ def _fields(style: Column | Row) -> dict[str, Any]:
     return {field.name: getattr(style, field.name) for field in dataclasses.fields(style)}
 
 
-@torch.no_grad()
-def _equalize(module: nn.Module, axis: Axis) -> None:
-    """Give every rank the first rank's values of what is kept whole, parameters and buffers."""
-    whole = [p for p in module.parameters() if placement_of(p).replicated]
-    for tensor in [*whole, *module.buffers()]:
-        if not tensor.is_meta:
-            broadcast_(tensor.data, axis)
+def _cut(parameter: nn.Parameter) -> tuple[int, tuple[Part, ...]]:
+    return placement_of(parameter).dim, placement_of(parameter).parts
+
+
+def _untied(name: str) -> ConfigError:
+    return ConfigError(name, "shares its weight with a module that is cut otherwise", "Give both the same style and padding")

@@ -1,0 +1,95 @@
+"""Trains the same model on the same data in every layout of the GPUs that are here (or of 4 CPU processes) and compares the loss curves.
+
+Each row is one run of `pymesh3d train`: throughput (median of the second half of the steps), memory of the fullest rank, and how far its
+losses are from those of one process. In bf16 layouts round at different places, so curves drift apart slowly; BOUNDS says by how much
+they may.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import rich
+import torch
+
+from . import report
+
+STEPS = 100
+# Largest difference of one step's loss over 100 steps at learning rate 1e-3.
+BOUNDS = {"float32": 1e-4, "bfloat16": 5e-2}
+
+
+def layouts(world: int) -> list[dict[str, int]]:
+    """One process first, then every tp x pp x dp of 2, 4, ... `world` ranks."""
+    found = [{"tp": 1, "pp": 1, "dp": 1}]
+    ranks = 2
+    while ranks <= world:
+        sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        found += [{"tp": tp, "pp": pp, "dp": ranks // tp // pp} for tp in sizes for pp in sizes if ranks % (tp * pp) == 0]
+        ranks *= 2
+    return found
+
+
+def run(layout: dict[str, int], options: list[str]) -> list[dict[str, float]]:
+    """The lines that one training run logs."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log.jsonl"
+        axes = [f"--{axis}={size}" for axis, size in layout.items()]
+        command = [sys.executable, "-m", "pymesh3d", "train", *axes, *options, f"--log-json={log}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def compare(layout: dict[str, int], lines: list[dict[str, float]], reference: list[dict[str, float]], bound: float) -> report.Row:
+    """One row: speed and memory of a run, and its losses against the reference's."""
+    steady = lines[len(lines) // 2 :]
+    differences = [abs(line["loss"] - other["loss"]) for line, other in zip(lines, reference, strict=True)]
+    return {
+        **layout,
+        "tokens_per_s": statistics.median(line["tps"] for line in steady),
+        "mfu": statistics.median(line["mfu"] for line in steady) if steady[0]["mfu"] else None,
+        "memory_gib": max(line["memory_gib"] for line in lines),
+        "loss_first": lines[0]["loss"],
+        "loss_last": lines[-1]["loss"],
+        "largest_difference": max(differences),
+        "mean_difference": statistics.fmean(differences),
+        "within_bound": max(differences) <= bound,
+    }
+
+
+def main(json_file: str | None = None, *, model: str = "tiny", steps: int = STEPS, options: tuple[str, ...] = ()) -> None:
+    """Run all layouts, print the table, and write it with every loss when `json_file` is given."""
+    on_gpu = torch.cuda.is_available()
+    dtype = "bfloat16" if on_gpu else "float32"
+    world = torch.cuda.device_count() if on_gpu else 4
+    common = [f"--model={model}", f"--steps={steps}", f"--dtype={dtype}", f"--device={'cuda' if on_gpu else 'cpu'}", *options]
+    rows: list[report.Row] = []
+    curves: dict[str, list[float]] = {}
+    reference: list[dict[str, float]] = []
+    for layout in layouts(world):
+        lines = run(layout, common)
+        reference = reference or lines
+        rows.append(compare(layout, lines, reference, BOUNDS[dtype]))
+        curves["x".join(map(str, layout.values()))] = [line["loss"] for line in lines]
+        rich.print(rows[-1])
+    rich.print(report.table(rows, f"{model}, {dtype}, {steps} steps; tp x pp x dp against one process"))
+    if json_file:
+        report.write("train", rows, Path(json_file), options=common, bound=BOUNDS[dtype], losses=curves)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("options", nargs="*", help="further options of `pymesh3d train`, after --")
+    given = parser.parse_args()
+    main(given.json, model=given.model, steps=given.steps, options=tuple(given.options))

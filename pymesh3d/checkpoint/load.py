@@ -1,0 +1,72 @@
+"""Reading a checkpoint on the layout that wrote it: verified whole before anything is handed over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from pymesh3d.checkpoint.manifest import digest, file_of, folder_of, newest, read
+from pymesh3d.errors import CheckpointError
+from pymesh3d.mesh import Mesh, exchange_text
+
+
+def load(
+    directory: Path, expected: Mapping[str, torch.Tensor], about: Mapping[str, Any], mesh: Mesh
+) -> tuple[int, dict[str, torch.Tensor]]:
+    """This rank's tensors (on the CPU) of the newest complete checkpoint, and its step. All ranks must call; all return or all raise.
+
+    What `expected` holds must be there with its shape and dtype, fingerprints must be the manifest's, and `about` must be the same.
+    Raises CheckpointError that says which rank found what, before any tensor of the caller is touched.
+    """
+    try:
+        step, tensors = _read(directory, expected, about, mesh.rank)
+        outcome = f"ok {step}"
+    except CheckpointError as error:
+        outcome = f"failed {error}"
+    outcomes = exchange_text(outcome, mesh.device)
+    failures = [f"rank {rank}: {text[7:]}" for rank, text in enumerate(outcomes) if text.startswith("failed")]
+    if failures:
+        raise CheckpointError(
+            f"checkpoint in {directory}", f"cannot be resumed from ({failures[0]})", f"{len(failures)} of {len(outcomes)} ranks say so"
+        )
+    if len(set(outcomes)) > 1:
+        raise CheckpointError(
+            f"checkpoint in {directory}",
+            f"ranks see different newest steps {sorted(set(outcomes))}",
+            "Use a directory that all hosts share",
+        )
+    return step, tensors
+
+
+def _read(
+    directory: Path, expected: Mapping[str, torch.Tensor], about: Mapping[str, Any], rank: int
+) -> tuple[int, dict[str, torch.Tensor]]:
+    step = newest(directory)
+    if step is None:
+        raise CheckpointError(f"{directory}", "holds no complete checkpoint", "Give the directory that --save wrote to")
+    folder = folder_of(directory, step)
+    try:
+        manifest = read(folder)
+        saved = manifest["about"]
+        changed = [
+            f"{key} was {saved.get(key)!r}, is {about.get(key)!r}" for key in sorted({*saved, *about}) if saved.get(key) != about.get(key)
+        ]
+        if changed:
+            raise CheckpointError(f"{folder}", f"written by another run: {'; '.join(changed)}", "Resume with what it was written with")
+        tensors = load_file(file_of(folder, rank))
+        fingerprint = manifest["sha256"][rank]
+    except (OSError, ValueError, KeyError, IndexError, SafetensorError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{folder}", f"cannot be read ({error})", "Remove that folder to resume from the one before") from error
+    same = all(name in tensors and (tensors[name].shape, tensors[name].dtype) == (t.shape, t.dtype) for name, t in expected.items())
+    if not same or digest(tensors) != fingerprint:
+        raise CheckpointError(
+            f"{file_of(folder, rank)}", "its content is not what was saved", "Remove that folder to resume from the one before"
+        )
+    return step, tensors

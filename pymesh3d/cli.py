@@ -1,0 +1,178 @@
+"""The command `pymesh3d`: reads its arguments and hands over to `pymesh3d.commands`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import torch
+
+from pymesh3d.commands import check, draw, env, train
+from pymesh3d.config import DTYPES, MODELS, RECOMPUTE, SCHEDULES, Layout, ModelConfig, TrainConfig
+from pymesh3d.errors import ConfigError, DistributedError
+from pymesh3d.launch import is_child, launch, watch_parent
+
+BENCHMARKS = ("philox", "train")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(
+        prog="pymesh3d", description="Train a PyTorch model on a 3D grid of GPUs (or, to try it, of CPU processes)."
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="command")
+    _train(commands.add_parser("train", help="train a Llama-like model", formatter_class=argparse.ArgumentDefaultsHelpFormatter))
+    one = commands.add_parser("check", help="compare many layouts with one process", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    one.add_argument("--world", type=int, default=8, help="number of ranks")
+    one.add_argument("--all", action="store_true", help="every combination, not only a set that covers each pair of choices")
+    one.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cpu: float64, exact to rounding; cuda: bf16, within stated bounds"
+    )
+    one.add_argument("--json", metavar="FILE", help="write the table as JSON")
+    picture = commands.add_parser("draw", help="draw a pipeline schedule", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    picture.add_argument("--schedule", choices=SCHEDULES, default="1f1b", type=str.lower, help="schedule")
+    picture.add_argument("--pp", type=int, default=4, help="stages")
+    picture.add_argument("--microbatches", type=int, default=8, help="microbatches")
+    picture.add_argument("--out", metavar="FILE", help="write a picture")
+    picture.add_argument("--json", metavar="FILE", help="write the timeline as JSON")
+    bench = commands.add_parser("bench", help="run a micro-benchmark")
+    bench.add_argument("name", choices=BENCHMARKS)
+    bench.add_argument("--json", metavar="FILE", help="write the results as JSON")
+    here = commands.add_parser("env", help="what this machine has, what is missing, and what runs instead")
+    here.add_argument("--json", metavar="FILE", help="write it as JSON")
+    return top
+
+
+def _train(one: argparse.ArgumentParser) -> None:
+    defaults = TrainConfig()
+    mesh = one.add_argument_group("mesh")
+    for axis, text in (("tp", "tensor parallel"), ("pp", "pipeline stages")):
+        mesh.add_argument(f"--{axis}", type=int, default=1, help=text)
+    mesh.add_argument("--dp", type=int, help="data parallel; -1: whatever the ranks leave (default: 1, or -1 under torchrun)")
+    mesh.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
+    what = one.add_argument_group("model and data")
+    what.add_argument(
+        "--model", default="tiny", metavar="NAME|FILE", help=f"{', '.join(MODELS)}, or a JSON file with the fields of ModelConfig"
+    )
+    what.add_argument(
+        "--data",
+        metavar="PATH",
+        help="a text file or folder (bytes are tokens), or token ids in .npy or .bin; default: Python's own library",
+    )
+    what.add_argument("--seq", type=int, default=defaults.seq, help="tokens of a sequence")
+    what.add_argument("--global-batch-size", type=int, default=defaults.global_batch, help="sequences a step, over all ranks")
+    what.add_argument("--micro-batch-size", type=int, default=defaults.micro_batch, help="sequences that go through the pipeline at once")
+    how = one.add_argument_group("training")
+    how.add_argument("--steps", type=int, default=defaults.steps, help="steps in all, those of a resumed run included")
+    how.add_argument("--lr", type=float, default=defaults.lr, help="learning rate of AdamW")
+    how.add_argument("--warmup-steps", type=int, default=20, help="over which the learning rate rises to --lr; then it stays")
+    how.add_argument("--weight-decay", type=float, default=defaults.weight_decay, help="of matrices")
+    how.add_argument("--max-norm", type=float, default=defaults.max_norm, help="clip the gradient norm to this; 0 switches clipping off")
+    how.add_argument("--dtype", default=defaults.dtype, help=f"of parameters and activations: {', '.join(DTYPES)}")
+    how.add_argument("--reduce-dtype", help="what gradients are rounded to when sent (default: dtype)")
+    how.add_argument("--seed", type=int, default=defaults.seed, help="of initial weights and of the order of the data")
+    how.add_argument("--schedule", choices=SCHEDULES, default=defaults.schedule, type=str.lower, help="order of the pipeline")
+    how.add_argument("--zero-stage", type=int, default=defaults.zero_stage, help="0: optimizer state on every dp rank; 1: a share on each")
+    how.add_argument("--sequence-parallel", action="store_true", help="share activations between tp ranks outside the matrix products")
+    how.add_argument("--recompute", choices=RECOMPUTE, default=defaults.recompute, help="full: keep only each layer's input for backward")
+    how.add_argument("--compile", action="store_true", help="torch.compile each layer")
+    files = one.add_argument_group("files")
+    files.add_argument(
+        "--log-json", metavar="FILE", help="a line a step: step, loss, grad_norm, tokens, tps, tflops, mfu, memory_gib, time_s"
+    )
+    files.add_argument("--out", metavar="FILE.png", help="the loss curve as a picture")
+    files.add_argument("--save", metavar="DIR", help="write a checkpoint at the end")
+    files.add_argument("--save-every", type=int, metavar="N", help="and every N steps")
+    files.add_argument("--resume", metavar="DIR", help="go on from the newest checkpoint in DIR, on the same layout")
+
+
+def job_of(args: argparse.Namespace) -> train.Job:
+    """The job that the arguments of `train` ask for, with its layout resolved. Raises ConfigError."""
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda", "torch sees no GPU here", "Use --device cpu")
+    layout = Layout(tp=args.tp, pp=args.pp, dp=(-1 if is_child() else 1) if args.dp is None else args.dp)
+    if is_child():
+        layout = layout.resolve(int(os.environ["WORLD_SIZE"]))
+    elif layout.dp == -1:
+        layout = layout.resolve(torch.cuda.device_count() if device == "cuda" else layout.tp * layout.pp)
+    if device == "cuda" and not is_child() and layout.world > torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ConfigError(
+            f"{layout} on {count} GPU(s)",
+            "each rank needs a GPU of its own",
+            f"Use at most {count} ranks, or start more hosts with torchrun",
+        )
+    return train.Job(
+        model=ModelConfig.load(args.model),
+        layout=layout,
+        train=TrainConfig(
+            seq=args.seq,
+            global_batch=args.global_batch_size,
+            micro_batch=args.micro_batch_size,
+            steps=args.steps,
+            schedule=args.schedule,
+            zero_stage=args.zero_stage,
+            sequence_parallel=args.sequence_parallel,
+            recompute=args.recompute,
+            compile=args.compile,
+            lr=args.lr,
+            weight_decay=args.weight_decay,
+            max_norm=args.max_norm or None,
+            dtype=args.dtype,
+            reduce_dtype=args.reduce_dtype,
+            seed=args.seed,
+        ),
+        device=device,
+        **{name: getattr(args, name) for name in ("warmup_steps", "data", "log_json", "out", "save", "save_every", "resume")},
+    )
+
+
+def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    if args.command == "env":
+        return env.run(args.json)
+    if args.command == "draw":
+        return draw.run(args.schedule, args.pp, args.microbatches, args.out, args.json)
+    if args.command == "bench":
+        module: SimpleNamespace = importlib.import_module(f"pymesh3d.bench.{args.name}")  # type: ignore[assignment]
+        module.main(args.json)
+        return 0
+    if args.command == "check":
+        if args.world < 1:
+            raise ConfigError(f"--world {args.world}", "needs at least one rank", "Use --world 8")
+        if args.world > 1 and not is_child():
+            return launch(["-m", "pymesh3d", *argv], args.world)
+        return check.run(args.world, all_rows=args.all, device=args.device, json_file=args.json)
+    job = job_of(args)
+    if job.layout.world > 1 and not is_child():
+        train.prepare(job)  # what cannot run is said once, here, before any process is started
+        print(f"starting {job.layout.world} ranks on this host", flush=True)
+        return launch(["-m", "pymesh3d", *argv], job.layout.world)
+    return train.run(job)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns its exit status: 0, 1 for a failure, 2 for a request that cannot run, 130 after Ctrl-C."""
+    argv = sys.argv[1:] if argv is None else argv
+    watch_parent()
+    where = f"[rank {os.environ['RANK']}] " if is_child() else ""
+    try:
+        status = _run(parser().parse_args(argv), argv)
+        if is_child():
+            sys.stdout.flush()
+            os._exit(status)  # gloo's threads may still let go of Python objects, which aborts an interpreter that is closing down
+        return status
+    except ConfigError as error:
+        print(f"{where}pymesh3d: {error}", file=sys.stderr)
+        return 2
+    except DistributedError as error:
+        print(f"{where}pymesh3d: {error}", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)  # the process group is broken: waiting for its threads could take as long as its timeout
+    except KeyboardInterrupt:
+        os._exit(128 + signal.SIGINT)
