@@ -43,6 +43,18 @@ class Reference:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """What one rank sees of a row: losses, and of its stage the number of gradients, the differences, the first name beyond the bound."""
+
+    losses: list[float]
+    initial_equal: bool
+    tensors: int
+    gradients: float
+    parameters: float
+    first: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
     """How one row differs from the reference; `first` names the first tensor beyond the bound. `complete`: the stages hold every tensor."""
 
@@ -119,56 +131,52 @@ def compare(row: Row, reference: Reference, dtype: str, device: str) -> Outcome:
     try:
         engine = parallelize(Llama(row.model, device="meta"), mesh, train)
         initial_equal = all(torch.equal(value, reference.initial[name].to(value.dtype)) for name, value in engine.whole_parameters())
-        losses, gradients, first, held = [], 0.0, "", 0
+        losses, found = [], {}
         for step in range(STEPS):
             batch = tuple(part.chunk(mesh.dp.size)[mesh.dp.rank] for part in sample(row.model, train, step))
             loss, _ = engine.forward_backward(batch)  # type: ignore[arg-type]
             if step == 0:
                 found = dict(engine.whole_gradients())
-                held = len(found) if mesh.tp.rank == mesh.dp.rank == 0 else 0
-                gradients, first = worst(found, reference.gradients, BOUNDS[dtype]["gradients"], "gradient of ")
             engine.optimizer_step()
             losses.append(loss)
-        parameters, first_parameter = worst(dict(engine.whole_parameters()), reference.parameters, BOUNDS[dtype]["parameters"], "")
-        expected = torch.tensor(reference.losses)
-        losses_differ = difference(torch.tensor(losses), expected, float(expected.max()))
-        seconds, first = time.monotonic() - began, first or first_parameter
-        outcome = agree(mesh, row, seconds, losses, initial_equal, losses_differ, gradients, parameters, first)
-        return dataclasses.replace(outcome, complete=int(all_reduce_(torch.tensor(held, device=mesh.device), mesh.all).wait()) == len(reference.gradients))
+        gradients, wrong_gradient = worst(found, reference.gradients, BOUNDS[dtype]["gradients"])
+        parameters, wrong_parameter = worst(dict(engine.whole_parameters()), reference.parameters, BOUNDS[dtype]["parameters"])
+        mine = Found(
+            losses=losses,
+            initial_equal=initial_equal,
+            tensors=len(found) if mesh.tp.rank == mesh.dp.rank == 0 else 0,  # one rank speaks for a stage
+            gradients=gradients,
+            parameters=parameters,
+            first=f"gradient of {wrong_gradient}" if wrong_gradient else wrong_parameter,
+        )
+        return agree(mesh, row, time.monotonic() - began, mine, reference)
     finally:
         mesh.close()
 
 
-def worst(values: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], bound: float, what: str) -> tuple[float, str]:
+def worst(values: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], bound: float) -> tuple[float, str]:
     """The largest difference over this rank's tensors, and the name of the first beyond the bound."""
     largest = max(float(t.double().abs().max()) for t in reference.values())
     differences = {name: difference(value, reference[name], largest) for name, value in values.items()}
-    return max(differences.values()), next((what + name for name, value in differences.items() if not value <= bound), "")
+    return max(differences.values(), default=0.0), next((name for name, value in differences.items() if value > bound), "")
 
 
-def agree(
-    mesh: Mesh,
-    row: Row,
-    seconds: float,
-    losses: list[float],
-    initial_equal: bool,
-    losses_differ: float,
-    gradients: float,
-    parameters: float,
-    first: str,
-) -> Outcome:
-    """Collect what each rank found; NaN counts as the largest difference."""
-    mine = torch.tensor([losses_differ, gradients, parameters, float(not initial_equal), *losses], dtype=torch.float64, device=mesh.device)
-    rows = gather_rows(mine, mesh.all)
-    loss_difference, gradients, parameters, unequal = rows[:, :4].nan_to_num(nan=torch.inf).amax(0).tolist()
-    names = [name for name in exchange_text(first, mesh.device) if name]
+def agree(mesh: Mesh, row: Row, seconds: float, mine: Found, reference: Reference) -> Outcome:
+    """Collect what each rank found."""
+    numbers = [mine.gradients, mine.parameters, float(not mine.initial_equal), float(mine.tensors), *mine.losses]
+    rows = gather_rows(torch.tensor(numbers, dtype=torch.float64, device=mesh.device), mesh.all).cpu()
+    gradients, parameters, unequal = rows[:, :3].amax(0).tolist()
+    losses = rows[:, 4:]
+    expected = torch.tensor(reference.losses, dtype=torch.float64)
+    names = [name for name in exchange_text(mine.first, mesh.device) if name]
     return Outcome(
         row=row,
         seconds=seconds,
-        loss=losses[-1],
-        losses_equal=bool((rows[:, 4:] == rows[0, 4:]).all()),
+        loss=mine.losses[-1],
+        losses_equal=bool((losses == losses[0]).all()),
         initial_equal=not unequal,
-        loss_difference=loss_difference,
+        complete=int(rows[:, 3].sum()) == len(reference.gradients),
+        loss_difference=max(difference(loss, expected, float(expected.max())) for loss in losses),
         gradients=gradients,
         parameters=parameters,
         first=names[0] if names else "",
@@ -232,6 +240,7 @@ def table(outcomes: list[Outcome], dtype: str) -> Table:
         row, good = outcome.row, outcome.passed(dtype)
         reasons = [outcome.first] if outcome.first else []
         reasons += [] if outcome.initial_equal else ["initial weights differ"]
+        reasons += [] if outcome.complete else ["not every tensor is there"]
         reasons += [] if outcome.losses_equal else ["loss differs between ranks"]
         flags = [
             str(row.zero_stage),

@@ -1,0 +1,71 @@
+"""The rows of `check`: all that can run, and a small set in which every pair of choices still meets."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from pymesh3d.commands.layouts import Row, covering_rows, every_row
+from pymesh3d.config import validate
+from pymesh3d.errors import ConfigError
+
+OPTIONS = [field.name for field in dataclasses.fields(Row) if field.name not in ("tp", "pp", "dp")]
+
+
+def pairs(rows: list[Row]) -> set[tuple[tuple[str, object], tuple[str, object]]]:
+    """Every two choices that stand together in a row."""
+    met = set()
+    for row in rows:
+        choices = [("sizes", (row.tp, row.pp, row.dp)), *((name, getattr(row, name)) for name in OPTIONS)]
+        met |= set(itertools.combinations(choices, 2))
+    return met
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 6, 8])
+def test_a_small_set_covers_every_pair(world: int) -> None:
+    every = every_row(world)
+    chosen = covering_rows(every)
+    assert pairs(chosen) == pairs(every)
+    assert len(chosen) <= 40
+    assert len(set(chosen)) == len(chosen) and set(chosen) <= set(every)
+    assert [every.index(row) for row in chosen] == sorted(every.index(row) for row in chosen)
+
+
+def test_no_row_of_the_set_is_idle() -> None:
+    """Without any one of them a pair would be missing, or nearly so: greedy choice leaves at most a few too many."""
+    every = every_row(8)
+    chosen = covering_rows(every)
+    spare = [row for row in chosen if pairs([other for other in chosen if other != row]) == pairs(every)]
+    assert len(spare) <= len(chosen) // 8
+
+
+@pytest.mark.parametrize("world", [1, 2, 8])
+def test_every_row_is_admissible_and_none_is_forgotten(world: int) -> None:
+    """Against all combinations of all values, tried one by one."""
+    sizes = [(tp, pp, world // tp // pp) for tp in range(1, world + 1) for pp in range(1, world + 1) if world % (tp * pp) == 0]
+    values = [(0, 1), ("gpipe", "1f1b"), (False, True), (False, True), (False, True), ("none", "full")]
+    expected = set()
+    for (tp, pp, dp), choice in itertools.product(sizes, itertools.product(*values)):
+        row = Row(tp=tp, pp=pp, dp=dp, **dict(zip(OPTIONS, choice, strict=True)))
+        if (pp == 1 and row.schedule == "gpipe") or (tp == 1 and (row.few_kv or row.sequence_parallel)):
+            continue  # changes nothing
+        if row.tied and pp > 1:
+            with pytest.raises(ConfigError):
+                validate(row.model, row.layout, row.train("float64"))
+            continue
+        validate(row.model, row.layout, row.train("float64"))
+        expected.add(row)
+    every = every_row(world)
+    assert set(every) == expected and len(every) == len(expected)
+
+
+def test_rows_try_what_is_hard() -> None:
+    """Fewer KV heads than ranks where asked, a vocabulary that tp does not divide, microbatches that do not divide the batch."""
+    rows = every_row(8)
+    assert all((row.model.kv_heads < row.tp) == row.few_kv for row in rows)
+    assert all(row.model.vocab % row.tp for row in rows if row.tp > 2)
+    assert all(row.train("float64").seq % row.tp == 0 for row in rows)
+    uneven = [row for row in rows if row.train("float64").global_batch // row.dp % row.train("float64").micro_batch]
+    assert uneven and {row.pp > 1 for row in uneven} == {False, True}
