@@ -1,0 +1,75 @@
+"""Weight gradients go straight into the buffer of data parallelism: added, in its precision, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from pymesh3d.mesh import Axis
+from pymesh3d.tp.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+
+ALONE = Axis("tp", 0, (0,), None)
+BEFORE = 12345.0  # what the buffers hold: must stay in the sum
+
+LAYERS: dict[str, Callable[[torch.dtype], nn.Module]] = {
+    "column": lambda dtype: ColumnParallelLinear.from_linear(nn.Linear(16, 24, dtype=dtype), mesh=ALONE),
+    "row": lambda dtype: RowParallelLinear.from_linear(nn.Linear(16, 24, dtype=dtype), mesh=ALONE),
+    "table": lambda dtype: VocabParallelEmbedding.from_embedding(nn.Embedding(30, 24, dtype=dtype), mesh=ALONE, vocab_multiple=1),
+}
+
+
+def inputs(name: str, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(30, (64,), generator=generator) if name == "table" else torch.randn(64, 16, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    ("dtype", "buffer"), [(torch.float32, torch.float32), (torch.float64, torch.float64), (torch.bfloat16, torch.float32)]
+)
+def test_microbatches_add_up_in_the_buffer(name: str, dtype: torch.dtype, buffer: torch.dtype) -> None:
+    layer = LAYERS[name](dtype)
+    exact = {n: torch.full_like(p, BEFORE, dtype=torch.float64) for n, p in layer.named_parameters()}
+    for parameter in layer.parameters():
+        parameter.main_grad = torch.full_like(parameter, BEFORE, dtype=buffer)
+    for seed in range(4):
+        x = inputs(name, dtype, seed)
+        grad_y = torch.randn(64, 24, generator=torch.Generator().manual_seed(100 + seed)).to(dtype)
+        layer(x).backward(grad_y)
+        wide = grad_y.double()
+        if name == "table":
+            exact["weight"].index_add_(0, x, wide)
+        else:
+            exact["weight"] += wide.T @ x.double()
+            exact["bias"] += wide.sum(0)
+    for n, parameter in layer.named_parameters():
+        assert parameter.grad is None
+        assert parameter.main_grad.dtype == buffer
+        error = (parameter.main_grad.double() - exact[n]).abs().max().item()
+        assert error < BEFORE * torch.finfo(buffer).eps * 4, f"{n} differs by {error}"
+
+
+def test_a_layer_used_twice_adds_both() -> None:
+    layer = ColumnParallelLinear.from_linear(nn.Linear(8, 8, dtype=torch.float64), mesh=ALONE)
+    x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    layer(layer(x)).sum().backward()
+    expected = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
+    for parameter in layer.parameters():
+        parameter.grad = None
+        parameter.main_grad = torch.zeros_like(parameter)
+    layer(layer(x)).sum().backward()
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(parameter.main_grad, expected[name], rtol=1e-12, atol=1e-12)
+
+
+def test_a_frequent_token_keeps_its_small_summands_in_bf16() -> None:
+    """2048 times 1: in bf16 a sum of ones stops at 256."""
+    table = VocabParallelEmbedding.from_embedding(nn.Embedding(4, 2, dtype=torch.bfloat16), mesh=ALONE, vocab_multiple=1)
+    table(torch.zeros(2048, dtype=torch.int64)).backward(torch.ones(2048, 2, dtype=torch.bfloat16))
+    assert table.weight.grad.tolist() == [[2048, 2048], [0, 0], [0, 0], [0, 0]]
+    bias = ColumnParallelLinear.from_linear(nn.Linear(2, 2, dtype=torch.bfloat16), mesh=ALONE)
+    bias(torch.zeros(2048, 2, dtype=torch.bfloat16)).backward(torch.ones(2048, 2, dtype=torch.bfloat16))
+    assert bias.bias.grad.tolist() == [2048, 2048]
