@@ -59,16 +59,16 @@ def measure(device: str, elements: int) -> report.Row:
     }
 
 
-def main(json_file: Path | None = None) -> None:
+def main(json_file: str | None = None) -> None:
     """Measures on the GPU where there is one, else on the CPU with small sizes; prints the table and writes `json_file`."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = [measure(device, elements) for elements in SIZES[device]]
     rich.print(report.table(rows, title="normal fill, float32"))
     if json_file is not None:
-        report.write("philox", rows, json_file)
+        report.write("philox", rows, Path(json_file))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m pymesh3d.bench.philox", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the measurements here")
+    parser.add_argument("--json", metavar="FILE", help="also write the measurements here")
     main(parser.parse_args().json)

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from pymesh3d.config import Layout as Layout
     from pymesh3d.config import ModelConfig as ModelConfig
     from pymesh3d.config import TrainConfig as TrainConfig
+    from pymesh3d.data import Batches as Batches
+    from pymesh3d.data import load_corpus as load_corpus
+    from pymesh3d.dp.norm import gradient_norm as gradient_norm
+    from pymesh3d.dp.zero import Zero as Zero
     from pymesh3d.engine import Engine as Engine
     from pymesh3d.engine import parallelize as parallelize
     from pymesh3d.errors import CheckpointError as CheckpointError
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULE_OF = {
+    "Batches": "data",
     "CheckpointError": "errors",
     "ColumnParallelLinear": "tp.layers",
     "ConfigError": "errors",
@@ -47,7 +52,10 @@ _MODULE_OF = {
     "RowParallelLinear": "tp.layers",
     "TrainConfig": "config",
     "VocabParallelEmbedding": "tp.layers",
+    "Zero": "dp.zero",
+    "gradient_norm": "dp.norm",
     "init_mesh": "mesh",
+    "load_corpus": "data",
     "parallelize": "engine",
     "parallelize_module": "tp.plan",
     "vocab_parallel_cross_entropy": "tp.loss",

@@ -1,0 +1,90 @@
+"""Writes the README's tables from what stands in bench/results, between the marks `<!-- table NAME -->` and `<!-- end -->`.
+
+`python -m pymesh3d.bench.tables` rewrites README.md in the current folder; with `--check` it only says whether that would change it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path("bench/results")
+
+
+def _source(record: Mapping[str, Any]) -> str:
+    """The line under a table: card, versions and day."""
+    names = [card["name"] for card in record["cards"]]
+    cards = f"{len(names)} x {names[0]}" if names else "CPU"
+    versions = record["versions"]
+    return f"{cards}, torch {versions['torch']}, triton {versions['triton']}, {record['date'][:10]}"
+
+
+def _markdown(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---", *["---:"] * (len(head) - 1)], *rows))
+
+
+def train() -> str:
+    """Loss curves of all layouts against one GPU (bench/train.py)."""
+    record = json.loads((RESULTS / "train.json").read_text())
+    rows = [
+        [
+            f"{row['tp']} x {row['pp']} x {row['dp']}",
+            f"{row['loss_first']:.4f}",
+            f"{row['loss_last']:.4f}",
+            f"{row['largest_difference']:.1e}",
+        ]
+        for row in record["rows"]
+    ]
+    table = _markdown(["tp x pp x dp", "first loss", "loss after 100 steps", "largest difference of a step"], rows)
+    return f"{table}\n\nBound: {record['bound']:g}. {_source(record)}; `pymesh3d bench train`."
+
+
+def check() -> str:
+    """The worst differences of `pymesh3d check --world 8 --all` on CPU."""
+    rows = json.loads((RESULTS / "check-cpu-world8-all.json").read_text())
+    worst = [f"{max(row[key] for row in rows):.1e}" for key in ("loss_difference", "gradients", "parameters")]
+    return _markdown(["layouts", "loss", "gradients", "parameters after 3 AdamW steps"], [[str(len(rows)), *worst]])
+
+
+def philox() -> str:
+    """Filling a tensor with layout-independent random numbers (bench/philox.py)."""
+    record = json.loads((RESULTS / "philox.json").read_text())
+    rows = [
+        [f"{row['elements']:,}", *(f"{row[key]:.3f}" for key in ("philox_ms", "torch_normal_ms", "floor_ms"))] for row in record["rows"]
+    ]
+    table = _markdown(["float32 elements", "philox ms", "torch normal_ ms", "only writing, ms"], rows)
+    return f"{table}\n\n{_source(record)}; `pymesh3d bench philox`."
+
+
+TABLES: dict[str, Callable[[], str]] = {"train": train, "check": check, "philox": philox}
+
+
+def fill(text: str) -> str:
+    """The README with every marked table written anew."""
+
+    def table(found: re.Match[str]) -> str:
+        return f"<!-- table {found[1]} -->\n{TABLES[found[1]]()}\n<!-- end -->"
+
+    return re.sub(r"<!-- table (\w+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
+
+
+def main(*, check_only: bool) -> int:
+    """Rewrite README.md, or with `check_only` report whether its tables are those of the results (exit status 1 if not)."""
+    readme = Path("README.md")
+    old = readme.read_text()
+    new = fill(old)
+    if check_only:
+        return int(new != old)
+    readme.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    sys.exit(main(check_only=parser.parse_args().check))
