@@ -40,7 +40,7 @@ Optimizer = Callable[[Iterable[dict[str, Any]]], torch.optim.Optimizer]
 def parallelize(model: Llama, mesh: Mesh, config: TrainConfig | None = None, *, optimizer: Optimizer | None = None) -> Engine:
     """Spread a model over the mesh, in place, and return what trains it.
 
-    A model on the meta device gets its initial values from `config.seed`; one with values keeps those of the first rank.
+    A model on the meta device gets its initial values from `config.seed`; one with values keeps those of each stage's first rank.
     `optimizer` makes a torch optimizer from parameter groups (default: AdamW with the values of `config`).
     Raises ConfigError, before any communication, when model, layout and training do not fit together.
     """

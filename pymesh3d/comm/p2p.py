@@ -27,7 +27,7 @@ class Channel:
         self._posted: collections.deque[tuple[dist.Work, torch.Tensor]] = collections.deque()
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Start sending; the tensor is kept alive until it has left."""
+        """Start sending. The tensor itself is kept, not a copy, until it has left: drop it freely, but do not write into it."""
         assert self._sender, "this end of the channel receives"
         self._forget_finished()
         tensor = tensor.detach().contiguous()
