@@ -29,7 +29,7 @@ class _CrossEntropy(torch.autograd.Function):
 
         ignored = target == ignore_index
         local = target - start
-        here = (local >= 0) & (local < valid) & ~ignored
+        here = (local >= 0) & (local < valid)
         local = local.masked_fill(~here, 0).unsqueeze(-1)
         target_z = z.gather(-1, local).squeeze(-1).masked_fill(~here, 0)
         summed_z = z[..., :valid].sum(-1) if smoothing else torch.zeros_like(target_z)
@@ -50,7 +50,7 @@ class _CrossEntropy(torch.autograd.Function):
         grad.scatter_add_(-1, local, -(1 - ctx.smoothing) * here.to(grad.dtype).unsqueeze(-1))
         if ctx.smoothing:
             grad[..., : ctx.valid] -= ctx.smoothing / ctx.vocab
-        grad *= grad_loss.masked_fill(ignored, 0).unsqueeze(-1)
+        grad *= grad_loss.unsqueeze(-1)
         grad.masked_fill_(ignored.unsqueeze(-1), 0)
         return grad.to(ctx.dtype), None, None, None, None, None
 
