@@ -4,6 +4,7 @@ The extension is optional: where it cannot be built the package installs without
 turns compiler warnings into errors and a failed build of the extension into a failed install.
 """
 
+import contextlib
 import importlib.util
 import os
 from pathlib import Path
@@ -16,11 +17,14 @@ STRICT = os.environ.get("PYMESH3D_STRICT_BUILD") == "1"
 
 def pybind11_headers() -> "str | None":
     """The folder of pybind11's headers: its own package's, else the copy that torch ships, which serves builds without isolation."""
-    for package in ("pybind11", "torch"):
-        found = importlib.util.find_spec(package)
-        for folder in (found.submodule_search_locations or []) if found else []:
-            if Path(folder, "include", "pybind11", "pybind11.h").is_file():
-                return str(Path(folder, "include"))
+    with contextlib.suppress(ImportError):
+        import pybind11  # only it knows: a distribution's package keeps them in /usr/include
+
+        return pybind11.get_include()
+    found = importlib.util.find_spec("torch")
+    for folder in (found.submodule_search_locations or []) if found else []:
+        if Path(folder, "include", "pybind11", "pybind11.h").is_file():
+            return str(Path(folder, "include"))
     return None
 
 

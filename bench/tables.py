@@ -37,11 +37,13 @@ def train() -> str:
             f"{row['loss_first']:.4f}",
             f"{row['loss_last']:.4f}",
             f"{row['largest_difference']:.1e}",
+            f"{row['mean_difference']:.1e}",
         ]
         for row in record["rows"]
     ]
-    table = _markdown(["tp x pp x dp", "first loss", "loss after 100 steps", "largest difference of a step"], rows)
-    return f"{table}\n\nBound: {record['bound']:g}. {_source(record)}; `pymesh3d bench train`."
+    table = _markdown(["tp x pp x dp", "first loss", "loss after 100 steps", "largest difference of a step", "mean difference"], rows)
+    largest, mean = record["bounds"]
+    return f"{table}\n\nBounds: {largest:g} for a step, {mean:g} on average. {_source(record)}; `pymesh3d bench train`."
 
 
 def check() -> str:

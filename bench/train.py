@@ -1,8 +1,8 @@
 """Trains the same model on the same data in every layout of the GPUs that are here (or of 4 CPU processes) and compares the loss curves.
 
 Each row is one run of `pymesh3d train`: throughput (median of the second half of the steps), memory of the fullest rank, and how far its
-losses are from those of one process. In bf16 layouts round at different places, so curves drift apart slowly; BOUNDS says by how much
-they may.
+losses are from those of one process. Layouts round at different places and training amplifies that, in bf16 at once, in float32 after
+some dozens of steps; BOUNDS says by how much curves may differ.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 from . import report
 
 STEPS = 100
-# Largest difference of one step's loss over 100 steps at learning rate 1e-3.
-BOUNDS = {"float32": 1e-4, "bfloat16": 5e-2}
+# Over 100 steps of the default job: the largest difference of one step's loss, and the mean difference.
+BOUNDS = {"float32": (1e-4, 2e-5), "bfloat16": (1e-1, 1e-2)}
 
 
 def layouts(world: int) -> list[dict[str, int]]:
@@ -48,7 +48,9 @@ def run(layout: dict[str, int], options: list[str]) -> list[dict[str, float]]:
         return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def compare(layout: dict[str, int], lines: list[dict[str, float]], reference: list[dict[str, float]], bound: float) -> report.Row:
+def compare(
+    layout: dict[str, int], lines: list[dict[str, float]], reference: list[dict[str, float]], bounds: tuple[float, float]
+) -> report.Row:
     """One row: speed and memory of a run, and its losses against the reference's."""
     steady = lines[len(lines) // 2 :]
     differences = [abs(line["loss"] - other["loss"]) for line, other in zip(lines, reference, strict=True)]
@@ -61,7 +63,7 @@ def compare(layout: dict[str, int], lines: list[dict[str, float]], reference: li
         "loss_last": lines[-1]["loss"],
         "largest_difference": max(differences),
         "mean_difference": statistics.fmean(differences),
-        "within_bound": max(differences) <= bound,
+        "within_bounds": max(differences) <= bounds[0] and statistics.fmean(differences) <= bounds[1],
     }
 
 
@@ -82,7 +84,7 @@ def main(json_file: str | None = None, *, model: str = "tiny", steps: int = STEP
         rich.print(rows[-1])
     rich.print(report.table(rows, f"{model}, {dtype}, {steps} steps; tp x pp x dp against one process"))
     if json_file:
-        report.write("train", rows, Path(json_file), options=common, bound=BOUNDS[dtype], losses=curves)
+        report.write("train", rows, Path(json_file), options=common, bounds=BOUNDS[dtype], losses=curves)
 
 
 if __name__ == "__main__":

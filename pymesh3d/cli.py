@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
+import select
 import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import NoReturn
 
 import torch
 
@@ -18,13 +23,19 @@ from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.launch import is_child, launch, watch_parent
 
 BENCHMARKS = ("philox", "train")
+WAIT_FOR_THE_END = 2.0  # seconds in which `launch` ends all ranks, so that the others need not complain of the one that cannot print
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses in one line, like everything else here."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"pymesh3d: {message}. See {self.prog} --help\n")
 
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    top = argparse.ArgumentParser(
-        prog="pymesh3d", description="Train a PyTorch model on a 3D grid of GPUs (or, to try it, of CPU processes)."
-    )
+    top = _Parser(prog="pymesh3d", description="Train a PyTorch model on a 3D grid of GPUs (or, to try it, of CPU processes).")
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
     _train(commands.add_parser("train", help="train a Llama-like model", formatter_class=argparse.ArgumentDefaultsHelpFormatter))
     one = commands.add_parser("check", help="compare many layouts with one process", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -55,6 +66,7 @@ def _train(one: argparse.ArgumentParser) -> None:
         mesh.add_argument(f"--{axis}", type=int, default=1, help=text)
     mesh.add_argument("--dp", type=int, help="data parallel; -1: whatever the ranks leave (default: 1, or -1 under torchrun)")
     mesh.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
+    mesh.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="the longest that a rank waits for another")
     what = one.add_argument_group("model and data")
     what.add_argument(
         "--model", default="tiny", metavar="NAME|FILE", help=f"{', '.join(MODELS)}, or a JSON file with the fields of ModelConfig"
@@ -82,13 +94,20 @@ def _train(one: argparse.ArgumentParser) -> None:
     how.add_argument("--recompute", choices=RECOMPUTE, default=defaults.recompute, help="full: keep only each layer's input for backward")
     how.add_argument("--compile", action="store_true", help="torch.compile each layer")
     files = one.add_argument_group("files")
-    files.add_argument(
-        "--log-json", metavar="FILE", help="a line a step: step, loss, grad_norm, tokens, tps, tflops, mfu, memory_gib, time_s"
-    )
+    fields = "step, loss, grad_norm, tokens, tps, tflops, mfu, memory_gib, time_s"
+    files.add_argument("--log-json", metavar="FILE", help=f"a line a step ({fields}); a resumed run adds to it")
     files.add_argument("--out", metavar="FILE.png", help="the loss curve as a picture")
     files.add_argument("--save", metavar="DIR", help="write a checkpoint at the end")
     files.add_argument("--save-every", type=int, metavar="N", help="and every N steps")
     files.add_argument("--resume", metavar="DIR", help="go on from the newest checkpoint in DIR, on the same layout")
+
+
+def _world() -> int:
+    """The number of ranks that torchrun or `launch` started. Raises ConfigError."""
+    text = os.environ["WORLD_SIZE"]
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"WORLD_SIZE={text}", "the environment variable must be a whole number, 1 or more", "Start with torchrun")
+    return int(text)
 
 
 def job_of(args: argparse.Namespace) -> train.Job:
@@ -98,7 +117,7 @@ def job_of(args: argparse.Namespace) -> train.Job:
         raise ConfigError("--device cuda", "torch sees no GPU here", "Use --device cpu")
     layout = Layout(tp=args.tp, pp=args.pp, dp=(-1 if is_child() else 1) if args.dp is None else args.dp)
     if is_child():
-        layout = layout.resolve(int(os.environ["WORLD_SIZE"]))
+        layout = layout.resolve(_world())
     elif layout.dp == -1:
         layout = layout.resolve(torch.cuda.device_count() if device == "cuda" else layout.tp * layout.pp)
     if device == "cuda" and not is_child() and layout.world > torch.cuda.device_count():
@@ -129,11 +148,13 @@ def job_of(args: argparse.Namespace) -> train.Job:
             seed=args.seed,
         ),
         device=device,
-        **{name: getattr(args, name) for name in ("warmup_steps", "data", "log_json", "out", "save", "save_every", "resume")},
+        **{name: getattr(args, name) for name in ("timeout", "warmup_steps", "data", "log_json", "out", "save", "save_every", "resume")},
     )
 
 
 def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    if args.command != "train":
+        train.require_writable("--json", args.json)
     if args.command == "env":
         return env.run(args.json)
     if args.command == "draw":
@@ -146,33 +167,49 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         if args.world < 1:
             raise ConfigError(f"--world {args.world}", "needs at least one rank", "Use --world 8")
         if args.world > 1 and not is_child():
-            return launch(["-m", "pymesh3d", *argv], args.world)
+            return _launch(argv, args.world)
         return check.run(args.world, all_rows=args.all, device=args.device, json_file=args.json)
     job = job_of(args)
     if job.layout.world > 1 and not is_child():
         train.prepare(job)  # what cannot run is said once, here, before any process is started
         print(f"starting {job.layout.world} ranks on this host", flush=True)
-        return launch(["-m", "pymesh3d", *argv], job.layout.world)
+        return _launch(argv, job.layout.world)
     return train.run(job)
+
+
+def _launch(argv: Sequence[str], world: int) -> int:
+    """This command as `world` ranks on this host."""
+    threading.Thread(target=_interrupt_when_nobody_reads, daemon=True).start()
+    return launch(["-m", "pymesh3d", *argv], world)
+
+
+def _interrupt_when_nobody_reads() -> None:
+    """Ends the ranks as Ctrl-C does, and as quietly, when the reader of our output is gone (`pymesh3d train | head`)."""
+    output = select.poll()
+    output.register(1, 0)  # errors and hang-ups are reported whatever one asks for
+    if any(event & (select.POLLERR | select.POLLHUP) for _, event in output.poll()):
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit status: 0, 1 for a failure, 2 for a request that cannot run, 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     watch_parent()
-    where = f"[rank {os.environ['RANK']}] " if is_child() else ""
     try:
         status = _run(parser().parse_args(argv), argv)
-        if is_child():
-            sys.stdout.flush()
-            os._exit(status)  # gloo's threads may still let go of Python objects, which aborts an interpreter that is closing down
-        return status
-    except ConfigError as error:
+    except (ConfigError, DistributedError) as error:
+        where = f"[rank {os.environ['RANK']}] " if is_child() else ""
         print(f"{where}pymesh3d: {error}", file=sys.stderr)
-        return 2
-    except DistributedError as error:
-        print(f"{where}pymesh3d: {error}", file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(1)  # the process group is broken: waiting for its threads could take as long as its timeout
+        status = 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
-        os._exit(128 + signal.SIGINT)
+        status = 128 + signal.SIGINT
+    except BrokenPipeError:
+        if is_child():
+            time.sleep(WAIT_FOR_THE_END)
+        status = 128 + signal.SIGPIPE
+    if is_child() or status > 128:
+        # gloo's threads may still let go of Python objects, which aborts an interpreter that is closing down, or wait for a lost peer
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.flush()
+        os._exit(status)
+    return status

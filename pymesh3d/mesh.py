@@ -20,6 +20,7 @@ from pymesh3d.config import AXES, Layout
 from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.topology import Topology, host_name, nvidia_links, physical_device
 
+TEXT_MARK = 0x7465_7874  # upper half of the lengths that `exchange_text` sends, so that nothing else is taken for one
 PROTOCOL = "pymesh3d 0.1"  # ranks that say another one do not understand each other's messages
 
 
@@ -205,9 +206,13 @@ def _join(device: torch.device, world: int, timeout_s: float) -> None:
 
 
 def exchange_text(text: str, device: torch.device) -> list[str]:
-    """The text of every rank, in rank order."""
+    """The text of every rank, in rank order. All ranks must call; raises DistributedError when one does something else meanwhile."""
     data = text.encode()
-    longest = max(int(length) for length in _of_everyone(torch.tensor([len(data)], device=device)))
+    lengths = [divmod(int(length), 2**32) for length in _of_everyone(torch.tensor([TEXT_MARK << 32 | len(data)], device=device))]
+    elsewhere = [rank for rank, (mark, _) in enumerate(lengths) if mark != TEXT_MARK]
+    if elsewhere:
+        raise DistributedError(f"rank {dist.get_rank()}: ranks {elsewhere} are doing something else. All ranks must take part")
+    longest = max(length for _, length in lengths)
     mine = torch.frombuffer(bytearray(data.ljust(longest + 1, b"\0")), dtype=torch.uint8).to(device)
     return [row.cpu().numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in _of_everyone(mine)]
 

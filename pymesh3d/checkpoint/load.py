@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from pymesh3d.checkpoint.manifest import digest, file_of, folder_of, newest, read
+from pymesh3d.comm.collectives import named
 from pymesh3d.errors import CheckpointError
 from pymesh3d.mesh import Mesh, exchange_text
 
@@ -21,14 +22,16 @@ def load(
     """This rank's tensors (on the CPU) of the newest complete checkpoint, and its step. All ranks must call; all return or all raise.
 
     What `expected` holds must be there with its shape and dtype, fingerprints must be the manifest's, and `about` must be the same.
-    Raises CheckpointError that says which rank found what, before any tensor of the caller is touched.
+    Raises CheckpointError that says which rank found what, before any tensor of the caller is touched; DistributedError when a rank
+    does not call within the time limit.
     """
     try:
         step, tensors = _read(directory, expected, about, mesh.rank)
         outcome = f"ok {step}"
-    except CheckpointError as error:
-        outcome = f"failed {error}"
-    outcomes = exchange_text(outcome, mesh.device)
+    except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
+        outcome = f"failed {error or type(error).__name__}"
+    with named("loading a checkpoint, which all ranks must do,", mesh.all):
+        outcomes = exchange_text(outcome, mesh.device)
     failures = [f"rank {rank}: {text[7:]}" for rank, text in enumerate(outcomes) if text.startswith("failed")]
     if failures:
         raise CheckpointError(
@@ -60,7 +63,7 @@ def _read(
             raise CheckpointError(f"{folder}", f"written by another run: {'; '.join(changed)}", "Resume with what it was written with")
         tensors = load_file(file_of(folder, rank))
         fingerprint = manifest["sha256"][rank]
-    except (OSError, ValueError, KeyError, IndexError, SafetensorError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{folder}", f"cannot be read ({error})", "Remove that folder to resume from the one before") from error

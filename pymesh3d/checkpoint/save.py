@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from pymesh3d.checkpoint.manifest import FORMAT, MANIFEST, digest, file_of, folder_of
+from pymesh3d.comm.collectives import named
 from pymesh3d.errors import CheckpointError
 from pymesh3d.mesh import Mesh, exchange_text
 
@@ -23,7 +23,7 @@ def save(directory: Path, step: int, tensors: Mapping[str, torch.Tensor], about:
 
     `about` (JSON) says what model and layout they belong to; `load` compares it. The folder appears under its name only
     when every rank's file is on the disk, so a failed save leaves older checkpoints as they are.
-    Raises CheckpointError naming each rank that failed.
+    Raises CheckpointError naming each rank that failed, DistributedError when a rank does not call within the time limit.
     """
     final = folder_of(directory, step)
     temporary = final.with_name(final.name + ".tmp")
@@ -33,13 +33,14 @@ def save(directory: Path, step: int, tensors: Mapping[str, torch.Tensor], about:
     return final
 
 
-def _together(mesh: Mesh, temporary: Path, action: Any) -> list[str]:
+def _together(mesh: Mesh, temporary: Path, action: Callable[[], str]) -> list[str]:
     """Run `action` here, learn how it went elsewhere, and raise on all ranks if it failed on any."""
     try:
         outcome = f"ok {action()}"
-    except (OSError, SafetensorError, CheckpointError) as error:
-        outcome = f"failed {error}"
-    outcomes = exchange_text(outcome, mesh.device)
+    except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
+        outcome = f"failed {error or type(error).__name__}"
+    with named("saving a checkpoint, which all ranks must do,", mesh.all):
+        outcomes = exchange_text(outcome, mesh.device)
     failures = [f"rank {rank}: {text[7:]}" for rank, text in enumerate(outcomes) if text.startswith("failed")]
     if failures:
         if mesh.rank == 0:

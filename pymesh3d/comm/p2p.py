@@ -7,7 +7,8 @@ other; all are made and used once at start, in one global order. A channel is a 
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,18 +33,14 @@ class Channel:
         self._forget_finished()
         tensor = tensor.detach().contiguous()
         with named(f"send of {self._operation}", self._axis):
-            work = dist.isend(tensor, dst=self._axis.ranks[1], group=self._axis.group)
-        assert work is not None, "both ends of a channel belong to its group"
-        self._sent.append((work, tensor))
+            self._sent.append((self._start(dist.isend, tensor, self._axis.ranks[1]), tensor))
 
     def post(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         """Get ready to receive the next tensor."""
         assert not self._sender, "this end of the channel sends"
         tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
         with named(f"receive of {self._operation}", self._axis):
-            work = dist.irecv(tensor, src=self._axis.ranks[0], group=self._axis.group)
-        assert work is not None, "both ends of a channel belong to its group"
-        self._posted.append((work, tensor))
+            self._posted.append((self._start(dist.irecv, tensor, self._axis.ranks[0]), tensor))
 
     def take(self) -> torch.Tensor:
         """The oldest posted tensor, once it has arrived."""
@@ -58,6 +55,11 @@ class Channel:
             work, _ = self._sent.popleft()
             with named(f"send of {self._operation}", self._axis):
                 work.wait()
+
+    def _start(self, operation: Callable[..., Any], tensor: torch.Tensor, peer: int) -> dist.Work:
+        # As a batch of one: with NCCL a bare isend would make a second communicator for the pair.
+        (work,) = dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group=self._axis.group)])
+        return work
 
     def _forget_finished(self) -> None:
         while self._sent and self._sent[0][0].is_completed():

@@ -21,12 +21,19 @@ from pymesh3d.mesh import Mesh
 from pymesh3d.planner.model import parameters
 
 
+class _Output(Console):
+    """A console that leaves a broken pipe (`pymesh3d train | head`) to the command, which ends all ranks quietly."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 class Progress:
     """Prints on one rank; on the others (`quiet`) only takes part in the counting."""
 
     def __init__(self, *, quiet: bool) -> None:
         self.quiet = quiet
-        self.console = Console(file=sys.stdout, quiet=quiet, highlight=False)
+        self.console = _Output(file=sys.stdout, quiet=quiet, highlight=False)
         self._bar: Bar | None = None
         self._began = time.monotonic()
 
