@@ -29,7 +29,7 @@ def load(
         step, tensors = _read(directory, expected, about, mesh.rank)
         outcome = f"ok {step}"
     except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
-        outcome = f"failed {error or type(error).__name__}"
+        outcome = f"failed {str(error) or type(error).__name__}"
     with named("loading a checkpoint, which all ranks must do,", mesh.all):
         outcomes = exchange_text(outcome, mesh.device)
     failures = [f"rank {rank}: {text[7:]}" for rank, text in enumerate(outcomes) if text.startswith("failed")]
@@ -40,7 +40,7 @@ def load(
     if len(set(outcomes)) > 1:
         raise CheckpointError(
             f"checkpoint in {directory}",
-            f"ranks see different newest steps {sorted(set(outcomes))}",
+            f"ranks see different newest steps {sorted({int(text[3:]) for text in outcomes})}",
             "Use a directory that all hosts share",
         )
     return step, tensors

@@ -38,7 +38,7 @@ def _together(mesh: Mesh, temporary: Path, action: Callable[[], str]) -> list[st
     try:
         outcome = f"ok {action()}"
     except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
-        outcome = f"failed {error or type(error).__name__}"
+        outcome = f"failed {str(error) or type(error).__name__}"
     with named("saving a checkpoint, which all ranks must do,", mesh.all):
         outcomes = exchange_text(outcome, mesh.device)
     failures = [f"rank {rank}: {text[7:]}" for rank, text in enumerate(outcomes) if text.startswith("failed")]
