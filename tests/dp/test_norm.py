@@ -111,12 +111,25 @@ def norms_of(values: list[list[float]]) -> list[list[float]]:
 
 
 def test_every_rank_sees_what_is_not_finite_on_one(ranks: Ranks) -> None:
-    """Also under the maximum norm, and squares are not taken in float32: 1e30 is no overflow."""
-    for norms in ranks(2, norms_of, [[1.0, math.nan], [math.nan, 1.0], [1.0, math.inf], [1e30, 0.0]]):
+    """Also under the maximum norm."""
+    for norms in ranks(2, norms_of, [[1.0, math.nan], [math.nan, 1.0], [1.0, math.inf]]):
         assert all(math.isnan(n) for n in norms[0] + norms[1])
         assert norms[2] == [math.inf] * 3
-        assert norms[3] == pytest.approx([1e30] * 3, rel=1e-7)
-        assert norms[4] == [0.0] * 3
+        assert norms[3] == [0.0] * 3
+
+
+def norm_of_fine_numbers() -> tuple[float, float]:
+    """Of float32 gradients 1 and 2**-13, and of three of 1e30: their squares do not fit into float32."""
+    mesh = init_mesh(device="cpu")
+    found = [gradient_norm([torch.tensor(values)], mesh).item() for values in ([1.0, 2.0**-13], [1e30] * 3)]
+    mesh.close()
+    return found[0], found[1]
+
+
+def test_squares_are_summed_in_float64(ranks: Ranks) -> None:
+    for fine, large in ranks(1, norm_of_fine_numbers):
+        assert fine == pytest.approx(math.sqrt(1 + 2**-26), rel=1e-15)
+        assert large == pytest.approx(math.sqrt(3) * 1e30, rel=1e-7)
 
 
 def test_clip_factor_follows_torch() -> None:
