@@ -191,7 +191,7 @@ def run(world: int, *, all_rows: bool, device: str, json_file: str | None) -> in
     dtype = "bfloat16" if device == "cuda" else "float64"
     rows = every_row(world) if all_rows else covering_rows(every_row(world))
     mesh = init_mesh(dp=world, device=device, threads=1 if device == "cpu" else None)
-    console = Console(file=sys.stdout, quiet=mesh.rank != 0)
+    console = Console(file=sys.stdout, quiet=mesh.rank != 0, width=None if sys.stdout.isatty() else 140)
 
     @functools.cache
     def reference(model: ModelConfig, train: TrainConfig) -> Reference:
@@ -219,26 +219,10 @@ def run(world: int, *, all_rows: bool, device: str, json_file: str | None) -> in
 
 
 def table(outcomes: list[Outcome], dtype: str) -> Table:
-    """One line a row; a row that differs is marked and names its first differing tensor."""
-    shown = Table(title="Each layout against one process")
-    for name in (
-        "tp",
-        "pp",
-        "dp",
-        "zero",
-        "schedule",
-        "seq. par.",
-        "tied",
-        "kv < tp",
-        "recompute",
-        "loss",
-        "d loss",
-        "d gradients",
-        "d parameters",
-        "s",
-        "",
-    ):
-        shown.add_column(name, justify="right" if name not in ("schedule", "") else "left")
+    """One line a row (sp: sequence parallel, kv<tp: fewer KV heads than tp ranks, d: difference); a row that differs names a tensor."""
+    shown = Table(title="Each layout against one process", box=None, padding=(0, 1, 0, 0))  # 80 columns hold all but long names
+    for name in ("tp", "pp", "dp", "zero", "sched", "sp", "tied", "kv<tp", "rec.", "loss", "d loss", "d grads", "d param", "s", ""):
+        shown.add_column(name, justify="left" if name in ("sched", "") else "right", no_wrap=bool(name), overflow="fold")
     for outcome in outcomes:
         row, good = outcome.row, outcome.passed(dtype)
         reasons = [outcome.first] if outcome.first else []
@@ -252,7 +236,7 @@ def table(outcomes: list[Outcome], dtype: str) -> Table:
             row.recompute,
         ]
         numbers = [
-            f"{outcome.loss:.6f}",
+            f"{outcome.loss:.4f}",
             *(f"{value:.1e}" for value in (outcome.loss_difference, outcome.gradients, outcome.parameters)),
             f"{outcome.seconds:.1f}",
         ]
