@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -86,7 +87,7 @@ class Progress:
         left = (time.monotonic() - self._began) / (done - self._first) * (self._last - done)
         tps, mfu = float(line["tps"] or 0), line["mfu"]
         speed = f"{tps:>10,.0f} {line['tflops']:>8.3g} {'-' if mfu is None else f'{mfu:.1%}':>6} {line['memory_gib']:>6.2f}"
-        self.say(f"{done:>6} {line['loss']:>9.4f} {line['grad_norm']:>10.4f} {speed} {int(left) // 60:>6}:{int(left) % 60:02}")
+        self.say(f"{done:>6} {line['loss']:>9.4f} {line['grad_norm']:>10.4f} {speed} {_clock(left):>9}")
         if self._bar is not None:
             self._bar.update(self._task, completed=done)
 
@@ -100,6 +101,11 @@ class Progress:
         means = [sum(group) / len(group) for group in groups]
         blocks = "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * (mean - low) / max(high - low, 1e-12)))] for mean in means)
         self.say(f"loss {finite[0]:.4f} {blocks} {finite[-1]:.4f}")
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def draw_loss(losses: Sequence[float], first: int, path: str, title: str) -> None:
@@ -123,7 +129,7 @@ def draw_loss(losses: Sequence[float], first: int, path: str, title: str) -> Non
             f"{smooth[place]:.2f}", (steps[place], smooth[place]), xytext=offset, textcoords="offset points", color=strong, weight="bold"
         )
     axes.set(xlabel="step", ylabel="loss (nats per token)", xlim=(first - 1, first + len(losses) * 1.07))
-    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_title(textwrap.shorten(title, 110, placeholder=" ..."), loc="left", fontsize=10)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(color="#e6e6e6", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)

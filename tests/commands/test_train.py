@@ -1,0 +1,230 @@
+"""The main job: what it logs, draws and saves, that it goes on where it stopped, and what it refuses before it starts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pymesh3d.checkpoint.manifest import file_of, folder_of
+from pymesh3d.commands import train
+from pymesh3d.commands.train import Job
+from pymesh3d.config import Layout, ModelConfig, TrainConfig
+from pymesh3d.engine import Engine
+from pymesh3d.errors import CheckpointError, ConfigError, DataError
+from pymesh3d.planner.model import flops_per_token
+
+Ranks = Callable[..., list[Any]]
+KEYS = ["step", "loss", "grad_norm", "tokens", "tps", "tflops", "mfu", "memory_gib", "time_s"]
+MODEL = ModelConfig(vocab=256, dim=32, layers=4, heads=4, kv_heads=2, ffn=48)
+TRAIN = TrainConfig(seq=16, global_batch=4, micro_batch=1, steps=4, lr=1e-2)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("data") / "corpus.txt"
+    file.write_bytes(np.random.default_rng(0).integers(60, 80, 2000, dtype=np.uint8).tobytes())
+    return str(file)
+
+
+def job(data: str, changes: dict[str, Any] | None = None, **options: Any) -> Job:
+    return Job(
+        **{
+            "model": MODEL,
+            "layout": Layout(),
+            "train": dataclasses.replace(TRAIN, **(changes or {})),
+            "device": "cpu",
+            "data": data,
+            "warmup_steps": 3,
+            **options,
+        }
+    )
+
+
+def run(*jobs: Job) -> str:
+    """The part of a rank: one job after the other; what they print."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for one in jobs:
+            assert train.run(one) == 0
+    return printed.getvalue()
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_the_log_says_the_same_in_every_layout_and_counts_tokens_once(ranks: Ranks, text: str, tmp_path: Path) -> None:
+    logs = {}
+    layouts = {"one": Layout(), "tp": Layout(tp=2), "pp": Layout(pp=2), "dp": Layout(dp=2)}
+    for name, layout in layouts.items():
+        first, *others = ranks(layout.world, run, job(text, layout=layout, log_json=str(tmp_path / name)))
+        assert first and not any(others), "rank 0 speaks, and it alone"
+        logs[name] = lines(tmp_path / name)
+    for name, log in logs.items():
+        assert [line["step"] for line in log] == [1, 2, 3, 4]
+        for line, expected in zip(log, logs["one"], strict=True):
+            assert list(line) == KEYS
+            assert line["tokens"] == 4 * 16
+            assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5) and 3 < line["loss"] < 7
+            assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+            assert line["tps"] == pytest.approx(64 / line["time_s"]) and 0 < line["time_s"] < 60
+            assert line["tflops"] == pytest.approx(line["tps"] * flops_per_token(MODEL, 16) / layouts[name].world / 1e12)
+            assert line["mfu"] is None, "nobody knows the peak of a CPU"
+            assert 0.05 < line["memory_gib"] < 8
+    assert logs["one"][-1]["loss"] < logs["one"][0]["loss"]
+
+
+def test_json_has_no_nan() -> None:
+    assert train.json_of({"step": 1, "loss": math.nan, "grad_norm": math.inf, "mfu": None}) == (
+        '{"step": 1, "loss": null, "grad_norm": null, "mfu": null}'
+    )
+
+
+def test_the_learning_rate_rises_then_stays(text: str) -> None:
+    assert [job(text).learning_rate(taken) for taken in range(5)] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01, 0.01, 0.01], rel=1e-15)
+    assert job(text, warmup_steps=0).learning_rate(0) == job(text, warmup_steps=1).learning_rate(0) == 0.01
+
+
+def rates(one: Job, bad: int) -> list[float]:
+    """The learning rate that each step sees; step `bad` finds a gradient that is not finite."""
+    seen: list[float] = []
+    step = Engine.train_step
+
+    def spoiled(self: Engine, batch: Any) -> Any:
+        seen.extend(group["lr"] for group in self.optimizer.param_groups[:1])
+        if len(seen) == bad:
+            self.zero.buckets[0].grads[0] = math.nan
+        return step(self, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "train_step", spoiled)
+        run(one)
+    return seen
+
+
+def test_a_skipped_step_does_not_advance_the_learning_rate(ranks: Ranks, text: str) -> None:
+    assert ranks(1, rates, job(text), 2)[0] == pytest.approx([0.01 / 3, 0.02 / 3, 0.02 / 3, 0.01], rel=1e-15)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2)])
+def test_a_resumed_run_is_the_same_run(ranks: Ranks, text: str, tmp_path: Path, layout: Layout) -> None:
+    """Losses, norms, all that is saved, and the log, over a seam in the middle of the warm-up."""
+    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    straight = job(text, layout=layout, save=whole, log_json=f"{whole}.jsonl")
+    begun = job(text, {"steps": 2}, layout=layout, save=parts, log_json=f"{parts}.jsonl")
+    gone_on = dataclasses.replace(begun, train=straight.train, resume=parts)
+    ranks(layout.world, run, straight, begun, gone_on)
+    expected, found = lines(Path(f"{whole}.jsonl")), lines(Path(f"{parts}.jsonl"))
+    assert [(line["step"], line["loss"], line["grad_norm"]) for line in found] == [
+        (line["step"], line["loss"], line["grad_norm"]) for line in expected
+    ]
+    assert sorted(path.name for path in Path(parts).iterdir()) == ["step-00000002", "step-00000004"]
+    for rank in range(layout.world):
+        one, two = (load_file(file_of(folder_of(Path(directory), 4), rank)) for directory in (whole, parts))
+        assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_saves_every_so_often_and_at_the_end(ranks: Ranks, text: str, tmp_path: Path) -> None:
+    (printed,) = ranks(1, run, job(text, {"steps": 5}, save=str(tmp_path), save_every=2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000004", "step-00000005"]
+    assert printed.count("saved ") == 3
+    (printed,) = ranks(1, run, job(text, {"steps": 5}, resume=str(tmp_path)))
+    assert "the checkpoint has taken 5 steps of 5: nothing is left to do. Give more with --steps" in printed
+
+
+def refused(one: Job) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        run(one)
+    return str(caught.value)
+
+
+def test_another_run_is_refused_by_what_differs(ranks: Ranks, text: str, tmp_path: Path) -> None:
+    ranks(1, run, job(text, {"steps": 1}, save=str(tmp_path)))
+    for changes, options, words in [
+        ({"seed": 7}, {}, "seed was 0, is 7"),
+        ({"zero_stage": 0}, {}, "zero_stage was 1, is 0"),
+        ({"dtype": "bfloat16"}, {}, "dtype was 'float32', is 'bfloat16'"),
+        ({}, {"model": dataclasses.replace(MODEL, layers=5)}, "layers was 4, is 5"),
+    ]:
+        (said,) = ranks(1, refused, job(text, changes, resume=str(tmp_path), **options))
+        assert f"written by another run: {words}. Resume with what it was written with" in said
+    for said in ranks(2, refused, job(text, layout=Layout(tp=2), resume=str(tmp_path))):
+        assert "tp was 1, is 2" in said
+    free = {"steps": 2, "lr": 0.5, "schedule": "gpipe", "micro_batch": 2, "recompute": "full", "max_norm": None, "weight_decay": 0.0}
+    ranks(1, run, job(text, free, resume=str(tmp_path)))  # what may change does
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG\r\n\x1a\n"), ("svg", b"<?xml"), ("pdf", b"%PDF-")])
+def test_the_loss_curve_is_a_picture(ranks: Ranks, text: str, tmp_path: Path, suffix: str, magic: bytes) -> None:
+    file = tmp_path / f"loss.{suffix}"
+    (printed,) = ranks(1, run, job(text, {"steps": 2}, out=str(file)))
+    assert file.read_bytes().startswith(magic) and file.stat().st_size > 5000
+    assert f"loss curve: {file}" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"warmup_steps": -1}, "--warmup-steps -1: "),
+        ({"save": "x", "save_every": 0}, "--save-every 0: "),
+        ({"save_every": 2}, "--save-every 2: there is no folder to save to. Add --save DIR"),
+        ({"timeout": 0.0}, "--timeout 0: "),
+        ({"timeout": math.nan}, "--timeout nan: "),
+        ({"timeout": 1e9}, "--timeout 1e+09: "),
+        ({"train": TrainConfig(seed=-1)}, "--seed -1: "),
+        ({"train": TrainConfig(seed=2**64)}, "--seed 18446744073709551616: "),
+    ],
+)
+def test_a_job_that_means_nothing_is_refused(text: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        job(text, **options)
+    assert str(caught.value).startswith(words)
+
+
+def test_files_are_checked_before_anything_runs(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    step = tmp_path / "used" / "step-00000003"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text("{}")
+    (tmp_path / "ids.npy").write_bytes(b"")
+    np.save(tmp_path / "ids.npy", np.arange(250, 400))
+    cases: list[tuple[dict[str, Any], type[ConfigError], str]] = [
+        ({"data": "nope"}, DataError, "data nope: nope does not exist. Give a text file"),
+        ({"data": "file"}, DataError, "data file: it is empty. Give a text file"),
+        ({"data": "ids.npy"}, DataError, "it holds the id 399, and ids must be below vocab. The least vocab that works is 400"),
+        ({"out": "no/loss.png"}, ConfigError, "--out no/loss.png: there is no such folder. mkdir -p no"),
+        ({"out": "loss.jpg"}, ConfigError, "must end in .png, .svg or .pdf. Use --out loss.png"),
+        ({"log_json": "no/log"}, ConfigError, "--log-json no/log: there is no such folder. mkdir -p no"),
+        ({"log_json": "empty"}, ConfigError, "--log-json empty: it is a folder. Give the name of a file"),
+        ({"save": "file"}, CheckpointError, "--save file: it is a file"),
+        ({"save": "used"}, CheckpointError, "--save used: holds checkpoints up to step 3. Add --resume used, or choose another"),
+        ({"save": "used", "resume": "empty"}, CheckpointError, "--save used: holds checkpoints up to step 3"),
+        ({"resume": "empty"}, CheckpointError, "--resume empty: holds no complete checkpoint. Give the directory that --save wrote to"),
+        ({"layout": Layout(tp=3)}, ConfigError, "tp=3: tp must divide heads, and one of tp and kv_heads must divide the other. For this"),
+    ]
+    for options, kind, words in cases:
+        with pytest.raises(kind) as caught:
+            train.prepare(job(options.pop("data", text), **options))
+        assert words in str(caught.value)
+    with pytest.raises(DataError, match=r"its 2000 tokens are fewer than seq \+ 1 = 3001\. Use more text, or seq=1999 or less"):
+        train.prepare(job(text, {"seq": 3000}))
+    train.prepare(job(text, save="used/", resume="./used", log_json="file", out="new.png"))  # the same folder by other names
+
+
+def test_a_picture_needs_matplotlib(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"drawing needs matplotlib\. pip install 'pymesh3d\[plot\]', or leave --out away"):
+        train.prepare(job(text, out="loss.png"))
+    train.prepare(job(text))

@@ -1,0 +1,333 @@
+"""The command line as a person or a cluster uses it: refusals in one line, and an end in time for whatever goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pymesh3d import cli
+from pymesh3d.launch import LOOPBACK
+
+ROOT = Path(__file__).parent.parent
+SMALL = ["--steps", "2", "--seq", "32", "--global-batch-size", "4", "--device", "cpu"]
+needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks in /proc")
+STEP = re.compile(r"^ +\d+ +\d+\.\d{4} ", re.MULTILINE)
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes import pymesh3d of this checkout; nothing of an outer launch is seen."""
+    monkeypatch.chdir(ROOT)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+# Refusals: in this process, where nothing may start.
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object, **__: object) -> int:
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr(cli, "launch", never)
+    monkeypatch.setattr(cli.train, "init_mesh", never)
+    monkeypatch.setattr(cli.check, "init_mesh", never)
+    monkeypatch.setattr(cli.torch.cuda, "is_available", lambda: False)
+
+
+REFUSALS = {
+    "train --tp 3": "heads=4, kv_heads=2, tp=3: tp must divide heads, .* tp can be one of [1, 2, 4]",
+    "train --tp 0": "tp=0: tp must be a positive integer. Try tp=1 or more",
+    "train --pp 5": "layers=4, pp=5: each stage needs at least one layer. Use pp=4 or less",
+    "train --tp -1 --dp -1": "dp=-1 and tp=-1: at most one axis can be left open. Give all but one a size",
+    "train --dp 3": "global_batch=16, dp=3: dp must divide global_batch, .* Use global_batch=18",
+    "train --tp 2 --sequence-parallel --seq 7": "seq=7, tp=2, .* Use seq=8, or sequence_parallel=False",
+    "train --model nope": "model 'nope': neither a known name nor a file. Known names: tiny",
+    "train --dtype float16": "dtype='float16': fp16 needs loss scaling, .* Use bfloat16",
+    "train --schedule nonsense": "argument --schedule: invalid choice: 'nonsense' (choose from .*gpipe.*, .*1f1b.*)",
+    "train --zero-stage 3": "zero_stage=3: zero_stage must be one of 0, 1. The default is 1",
+    "train --device cuda": "--device cuda: torch sees no GPU here. Use --device cpu",
+    "train --steps -1": "steps=-1: steps must be a positive integer. Try steps=1 or more",
+    "train --steps many": "argument --steps: invalid int value: 'many'",
+    "train --lr nan": "lr=nan: lr must be finite and at least 0. Try the default lr=0.001",
+    "train --lr -1": "lr=-1.0: lr must be finite and at least 0. Try the default lr=0.001",
+    "train --max-norm -1": "max_norm=-1.0: max_norm must be above 0. ",
+    "train --warmup-steps -1": "--warmup-steps -1: it must be 0 or more. Use 0 ",
+    "train --save-every -1 --save {tmp}/new": "--save-every -1: it must be 1 or more. Leave it out ",
+    "train --save-every 5": "--save-every 5: there is no folder to save to. Add --save DIR",
+    "train --timeout 0": "--timeout 0: it must be above 0 s .* Use --timeout 300",
+    "train --seed -1": "--seed -1: a seed must be an integer from 0 to 2**64 - 1. Use --seed 0",
+    "train --data {tmp}/missing": "data {tmp}/missing: {tmp}/missing does not exist. Give a text file",
+    "train --data {tmp}/empty.txt": "data {tmp}/empty.txt: it is empty. Give a text file",
+    "train --data {tmp}/short.txt": "data {tmp}/short.txt, seq=128: its 60 tokens are fewer .* Use more text, or seq=59 or less",
+    "train --data {tmp}/short.txt --seq 32": "global_batch=16, seq=32: .* has only 1 windows .* Use global_batch=1 or less",
+    "train --data {tmp}/ids.npy": "data {tmp}/ids.npy, vocab=256: it holds the id 999, .* The least vocab that works is 1000",
+    "train --out {tmp}/no/loss.png": "--out {tmp}/no/loss.png: there is no such folder. mkdir -p {tmp}/no",
+    "train --out {tmp}/x.jpg": "--out {tmp}/x.jpg: the picture's file must end in .png, .svg or .pdf. Use --out loss.png",
+    "train --log-json {tmp}": "--log-json {tmp}: it is a folder. Give the name of a file",
+    "train --save {tmp}/used": "--save {tmp}/used: holds checkpoints up to step 7. Add --resume {tmp}/used, or choose another",
+    "train --resume {tmp}/new": "--resume {tmp}/new: holds no complete checkpoint. Give the directory that --save wrote to",
+    "train --nonsense": "unrecognized arguments: --nonsense",
+    "check --world 0": "--world 0: needs at least one rank. Use --world 8",
+    "check --json {tmp}/no/check.json": "--json {tmp}/no/check.json: there is no such folder. mkdir -p {tmp}/no",
+    "bench nothing": "argument name: invalid choice: 'nothing'",
+    "nothing": "argument command: invalid choice: 'nothing'",
+    "": "the following arguments are required: command. See pymesh3d --help",
+}
+
+
+@pytest.mark.parametrize("line", REFUSALS)
+def test_what_cannot_run_is_refused_in_one_line(
+    nothing_starts: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("x" * 60)
+    np.save(tmp_path / "ids.npy", np.array([999] + [1] * 10_000))
+    (tmp_path / "used" / "step-00000007").mkdir(parents=True)
+    (tmp_path / "used" / "step-00000007" / "manifest.json").write_text("{}")
+    try:
+        status = cli.main(line.format(tmp=tmp_path).split())
+    except SystemExit as end:
+        status = end.code  # type: ignore[assignment]
+    out, err = capsys.readouterr()
+    assert status == 2 and out == "" and err.count("\n") == 1, err
+    pattern = "pymesh3d: " + re.escape(REFUSALS[line]).replace(r"\{tmp\}", re.escape(str(tmp_path))).replace(r"\.\*", ".*")
+    assert re.match(pattern, err), err
+    assert not (tmp_path / "new").exists()
+
+
+def command(*arguments: str, **environ: str) -> subprocess.Popen[str]:
+    """`python -m pymesh3d` with its output in pipes."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "pymesh3d", *arguments],
+        env={**os.environ, **environ},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str], seconds: float) -> tuple[int, str, str]:
+    """Exit status, output and errors of a process that ends in time."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"{process.args} had not ended after {seconds} s:\n{out}\n{err}") from None
+    return process.returncode, out, err
+
+
+def free_port() -> str:
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        return str(listener.getsockname()[1])
+
+
+def test_under_torchrun_what_cannot_run_or_meet_ends_with_a_word() -> None:
+    """A world that does not fit, nonsense in torchrun's variables, a port in use, and a rank that never comes; all at once."""
+    with socket.create_server((LOOPBACK, 0)) as taken:
+        meeting = {"LOCAL_RANK": "0", "RANK": "0", "MASTER_ADDR": LOOPBACK}
+        busy = command("train", "--timeout", "5", *SMALL, WORLD_SIZE="1", **meeting, MASTER_PORT=str(taken.getsockname()[1]))
+        lonely = command("train", "--tp", "2", "--timeout", "2", *SMALL, WORLD_SIZE="2", **meeting, MASTER_PORT=free_port())
+        misfit = command("train", "--tp", "4", *SMALL, RANK="0", WORLD_SIZE="6")
+        nonsense = command("train", *SMALL, RANK="0", WORLD_SIZE="six")
+        assert ended(misfit, 60) == (
+            2,
+            "",
+            "[rank 0] pymesh3d: world size 6 with pp 1 x dp -1 x tp 4: the axes multiply to 4, which must divide the world size. "
+            "With 6 ranks pp 1 x dp 2 x tp 3 fits\n",
+        )
+        status, out, err = ended(nonsense, 60)
+        assert (status, out) == (2, "") and err.startswith("[rank 0] pymesh3d: WORLD_SIZE=six: the environment variable must be")
+        status, _, err = ended(lonely, 60)
+        assert status == 1 and "rank 0 of 2 could not meet the others at 127.0.0.1:" in err and "within 2 s" in err
+        assert "if ranks are missing, look at their own output" in err and "Traceback" not in err
+        status, _, err = ended(busy, 60)
+        assert status == 1 and f"rank 0 of 1 could not meet the others at 127.0.0.1:{taken.getsockname()[1]}" in err
+        assert "If the port is in use, give another MASTER_PORT" in err and "Traceback" not in err
+
+
+# Training: in processes of its own, to be disturbed.
+
+
+class Training:
+    """`pymesh3d train` on 2 ranks for very many steps."""
+
+    def __init__(self, *options: str) -> None:
+        self.process = command("train", *SMALL, "--steps", "100000", *options)
+        self.output = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None, "output goes into a pipe"
+        for line in self.process.stdout:
+            self.output += line
+
+    def until_it_trains(self) -> None:
+        assert until(lambda: len(STEP.findall(self.output)) >= 3 or self.process.poll() is not None, 90), self.output
+        assert self.process.poll() is None, self.process.communicate()
+
+    def ranks(self) -> list[int]:
+        """The process ids of its ranks, in order."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == self.process.pid:
+                    environ = dict(item.split("=", 1) for item in (entry / "environ").read_text().split("\0") if "=" in item)
+                    found[int(environ["RANK"])] = int(entry.name)
+        return [found[rank] for rank in range(len(found))]
+
+    def errors(self, seconds: float) -> str:
+        """What it printed to standard error, once it has ended by itself."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"had not ended after {seconds} s:\n{self.output}") from None
+        self._reader.join(10)
+        assert self.process.stderr is not None, "errors go into a pipe"
+        return self.process.stderr.read()
+
+
+@contextlib.contextmanager
+def training(*options: str) -> Iterator[Training]:
+    one = Training(*options)
+    try:
+        yield one
+    finally:
+        one.process.kill()
+        one.process.wait(10)
+
+
+def until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether `condition` became true within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended; one that only waits to be reaped has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@needs_proc
+def test_a_killed_rank_ends_the_others_and_is_named() -> None:
+    with training("--pp", "2") as one:
+        one.until_it_trains()
+        pids = one.ranks()
+        os.kill(pids[1], signal.SIGKILL)
+        errors = one.errors(10)
+        assert until(lambda: all(map(gone, pids)), 1)
+    assert one.process.returncode == 128 + signal.SIGKILL
+    assert "pymesh3d: rank 1 was ended by SIGKILL, perhaps because the machine ran out of memory; stopping the others" in errors
+    assert re.search(r"\[rank 0\] pymesh3d: rank 0: .* over axis \w+ with ranks \[1\] failed after [\d.]+ s: ", errors)
+    assert "Traceback" not in errors
+
+
+@needs_proc
+def test_a_frozen_rank_is_waited_for_no_longer_than_the_timeout() -> None:
+    with training("--tp", "2", "--timeout", "3") as one:
+        one.until_it_trains()
+        pids = one.ranks()
+        os.kill(pids[1], signal.SIGSTOP)
+        began = time.monotonic()
+        errors = one.errors(20)
+        assert 2 < time.monotonic() - began < 15
+        assert until(lambda: all(map(gone, pids)), 1)
+    assert one.process.returncode == 1
+    assert re.search(r"\[rank 0\] pymesh3d: rank 0: [\w-]+ over axis \w+ with ranks \[1\] failed after 3\.\d s: ", errors)
+    assert "pymesh3d: rank 0 ended with exit code 1; stopping the others" in errors and "Traceback" not in errors
+
+
+@needs_proc
+def test_ctrl_c_ends_all_processes_quietly() -> None:
+    with training("--dp", "2") as one:
+        one.until_it_trains()
+        pids = one.ranks()
+        assert len(pids) == 2
+        one.process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        errors = one.errors(8)
+        assert until(lambda: all(map(gone, pids)), 1) and time.monotonic() - began < 5
+    assert one.process.returncode == 130 and errors == ""
+
+
+def test_a_closed_pipe_ends_training_quietly() -> None:
+    """`pymesh3d train | head -5`, in one process and in two."""
+    for options in ([], ["--dp", "2"]):
+        process = command("train", *SMALL, "--steps", "100000", *options)
+        assert process.stdout is not None and process.stderr is not None, "both are pipes"
+        assert [process.stdout.readline() for _ in range(5)][-1] != ""
+        process.stdout.close()
+        try:
+            process.wait(20)
+        finally:
+            process.kill()
+        assert process.returncode in (130, 141) and process.stderr.read() == ""
+
+
+def test_what_a_newcomer_sees(tmp_path: Path) -> None:
+    """The first command of all, made small: exit status 0, nothing on standard error, and all that was asked for."""
+    log, picture, saved = tmp_path / "log.jsonl", tmp_path / "loss.png", tmp_path / "saved"
+    files = ["--log-json", str(log), "--out", str(picture), "--save", str(saved)]
+    status, out, err = ended(command("train", "--tp", "2", "--dp", "1", *SMALL, *files), 90)
+    assert (status, err) == (0, "")
+    assert out.startswith("starting 2 ranks on this host\nmesh pp 1 x dp 1 x tp 2 = 2 rank(s) on 1 host(s), cpu\n")
+    assert [len(re.findall(what, out)) for what in (STEP, r"data  .* bytes of the Python standard library", "embed, layers 0-3")] == [
+        2,
+        1,
+        1,
+    ]
+    assert out.endswith(f"loss curve: {picture}\n") and f"saved {saved}/step-00000002\n" in out
+    assert [json.loads(line)["tokens"] for line in log.read_text().splitlines()] == [128, 128]
+    assert picture.read_bytes().startswith(b"\x89PNG") and (saved / "step-00000002" / "manifest.json").is_file()
+
+
+# A rank of `check` on two small rows: as it is, then with the row-parallel layer broken.
+DRIVER = """
+import sys
+from pymesh3d import cli
+from pymesh3d.commands import check
+from pymesh3d.commands.layouts import Row
+from pymesh3d.mesh import init_mesh
+from pymesh3d.tp.layers import RowParallelLinear
+mesh = init_mesh(tp=2, dp=1, device="cpu")  # so that its process group serves both runs
+check.covering_rows = lambda rows: [Row(tp=2, sequence_parallel=True), Row(pp=2)]
+assert check.run(2, all_rows=False, device="cpu", json_file=None) == 0
+forward = RowParallelLinear.forward
+RowParallelLinear.forward = lambda self, x: forward(self, x) * (1 + 1e-9)
+sys.exit(cli.main(["check", "--world", "2", "--json", sys.argv[1]]))
+"""
+
+
+def test_check_passes_what_is_right_and_fails_what_is_broken(tmp_path: Path) -> None:
+    call = f"import sys; from pymesh3d.launch import launch; sys.exit(launch(['-c', {DRIVER!r}, sys.argv[1]], 2))"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", call, str(tmp_path / "bad.json")], text=True, **pipes)  # type: ignore[call-overload]
+    status, out, err = ended(process, 90)
+    assert status == 1 and "Traceback" not in err
+    assert [out.count(f"{good} of 2 layouts agree with one process in float64") for good in (2, 0)] == [1, 1]
+    differences = [row["gradients"] for row in json.loads((tmp_path / "bad.json").read_text())]
+    assert all(1e-12 < difference < 1e-7 for difference in differences) and out.count("DIFFERS: gradient of embed.weight") == 2
