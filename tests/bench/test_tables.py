@@ -1,0 +1,81 @@
+"""The README's tables: made from results, left alone where there are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pymesh3d.bench import tables
+
+WHERE = {"date": "2025-01-31T12:00:00+00:00", "versions": {"torch": "2.13.0", "triton": "3.9.0"}}
+RECORDS = {
+    "train.json": {
+        **WHERE,
+        "cards": [{"name": "NVIDIA H100"}] * 2,
+        "bounds": [0.1, 0.01],
+        "rows": [
+            {"tp": 1, "pp": 1, "dp": 1, "loss_first": 5.5496, "loss_last": 2.5, "largest_difference": 0.0, "mean_difference": 0.0},
+            {"tp": 2, "pp": 1, "dp": 1, "loss_first": 5.5497, "loss_last": 2.51, "largest_difference": 0.0123, "mean_difference": 0.001},
+        ],
+    },
+    "check-cpu-world8-all.json": [
+        {"loss_difference": 1e-16, "gradients": 3e-15, "parameters": 1e-14},
+        {"loss_difference": 4e-16, "gradients": 2e-15, "parameters": 5e-13},
+    ],
+    "philox.json": {
+        **WHERE,
+        "cards": [],
+        "rows": [{"elements": 1048576, "philox_ms": 0.1, "torch_normal_ms": 0.05, "floor_ms": 0.0123}],
+    },
+}
+TABLES = {
+    "train": """| tp x pp x dp | first loss | loss after 100 steps | largest difference of a step | mean difference |
+| --- | ---: | ---: | ---: | ---: |
+| 1 x 1 x 1 | 5.5496 | 2.5000 | 0.0e+00 | 0.0e+00 |
+| 2 x 1 x 1 | 5.5497 | 2.5100 | 1.2e-02 | 1.0e-03 |
+
+Bounds: 0.1 for a step, 0.01 on average. 2 x NVIDIA H100, torch 2.13.0, triton 3.9.0, 2025-01-31; `pymesh3d bench train`.""",
+    "check": """| layouts | loss | gradients | parameters after 3 AdamW steps |
+| --- | ---: | ---: | ---: |
+| 2 | 4.0e-16 | 3.0e-15 | 5.0e-13 |""",
+    "philox": """| float32 elements | philox ms | torch normal_ ms | only writing, ms |
+| --- | ---: | ---: | ---: |
+| 1,048,576 | 0.100 | 0.050 | 0.012 |
+
+CPU, torch 2.13.0, triton 3.9.0, 2025-01-31; `pymesh3d bench philox`.""",
+}
+README = "before\n" + "".join(f"<!-- table {name} -->\nold {name}\n<!-- end -->\nafter {name}\n" for name in TABLES)
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder of results, below the folder of a README."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text(README)
+    (tmp_path / tables.RESULTS).mkdir(parents=True)
+    return tmp_path / tables.RESULTS
+
+
+def test_tables_are_made_where_results_are(results: Path) -> None:
+    text = README
+    for number, (file, name) in enumerate(zip(RECORDS, TABLES, strict=True), 1):
+        (results / file).write_text(json.dumps(RECORDS[file]))
+        text = text.replace(f"old {name}", TABLES[name])
+        assert tables.fill(README) == text and text.count("old ") == 3 - number
+        assert tables.fill(text) == text
+
+
+def test_the_command_writes_or_tells(results: Path) -> None:
+    assert tables.main(check_only=True) == 0  # there is nothing to write
+    (results / "philox.json").write_text(json.dumps(RECORDS["philox.json"]))
+    assert tables.main(check_only=True) == 1 and Path("README.md").read_text() == README
+    assert tables.main(check_only=False) == 0 and Path("README.md").read_text() == README.replace("old philox", TABLES["philox"])
+    assert tables.main(check_only=True) == 0
+
+
+def test_the_readme_has_every_table_once() -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    assert [text.count(f"<!-- table {name} -->") for name in tables.TABLES] == [1] * len(tables.TABLES)
+    assert text.count("<!-- table ") == text.count("<!-- end -->") == len(tables.TABLES)

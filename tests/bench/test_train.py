@@ -1,0 +1,76 @@
+"""The benchmark of layouts: which it runs, what it makes of their logs, and that a failed run is not passed over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pymesh3d.bench import train
+
+LINES = [{"step": n, "loss": 5.0 - n, "tps": 100.0 * n, "mfu": None, "memory_gib": 1.0 + (n == 2)} for n in range(1, 6)]
+
+
+def test_every_layout_of_every_power_of_two() -> None:
+    assert train.layouts(1) == [{"tp": 1, "pp": 1, "dp": 1}]
+    found = [tuple(layout.values()) for layout in train.layouts(4)]
+    assert found[0] == (1, 1, 1)
+    assert set(found[1:4]) == {(2, 1, 1), (1, 2, 1), (1, 1, 2)}
+    assert set(found[4:]) == {(4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (1, 2, 2)}
+    assert len(found) == len(set(found)) == 10 and train.layouts(7) == train.layouts(4)
+    assert all(list(layout) == ["tp", "pp", "dp"] for layout in train.layouts(8))
+
+
+def test_a_row_is_of_the_steady_half_and_the_worst_step() -> None:
+    layout = {"tp": 2, "pp": 1, "dp": 1}
+    shifted = [{**line, "loss": line["loss"] + (0.5 if line["step"] == 3 else 0.0), "mfu": 0.1 * line["step"]} for line in LINES]
+    assert train.compare(layout, LINES, LINES, (0.0, 0.0)) == {
+        **layout,
+        "tokens_per_s": 400.0,  # the median of steps 3, 4, 5
+        "mfu": None,
+        "memory_gib": 2.0,
+        "loss_first": 4.0,
+        "loss_last": 0.0,
+        "largest_difference": 0.0,
+        "mean_difference": 0.0,
+        "within_bounds": True,
+    }
+    row = train.compare(layout, shifted, LINES, (0.5, 0.1))
+    assert (row["largest_difference"], row["mean_difference"], row["mfu"], row["within_bounds"]) == (0.5, 0.1, 0.4, True)
+    assert not train.compare(layout, shifted, LINES, (0.4, 0.1))["within_bounds"]
+    assert not train.compare(layout, shifted, LINES, (0.5, 0.09))["within_bounds"]
+    with pytest.raises(ValueError, match="longer"):
+        train.compare(layout, LINES[:4], LINES, (1.0, 1.0))
+
+
+def test_one_run_is_the_main_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one process, for real; and one that the main job refuses."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    small = ["--device=cpu", "--seq=16", "--global-batch-size=2", "--steps=2"]
+    lines = train.run({"tp": 1, "pp": 1, "dp": 1}, small)
+    assert [line["step"] for line in lines] == [1, 2] and [line["tokens"] for line in lines] == [32, 32]
+    with pytest.raises(RuntimeError, match="ended with 2:\n\npymesh3d: steps=0: steps must be a positive integer"):
+        train.run({"tp": 1, "pp": 1, "dp": 1}, [*small, "--steps=0"])
+
+
+def test_all_layouts_are_compared_with_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    asked = []
+
+    def run(layout: dict[str, int], options: list[str]) -> list[dict[str, float]]:
+        asked.append((tuple(layout.values()), options))
+        return [{**line, "loss": line["loss"] + 1e-5 * (layout["tp"] - 1)} for line in LINES]  # type: ignore[dict-item]
+
+    monkeypatch.setattr(train, "run", run)
+    monkeypatch.setattr(train.torch.cuda, "is_available", lambda: False)
+    train.main(str(tmp_path / "train.json"), steps=5, options=("--seed=1",))
+    options = ["--model=tiny", "--steps=5", "--dtype=float32", "--device=cpu", "--seed=1"]
+    assert asked == [(tuple(layout.values()), options) for layout in train.layouts(4)]
+    record = json.loads((tmp_path / "train.json").read_text())
+    assert (record["options"], record["bounds"]) == (options, list(train.BOUNDS["float32"]))
+    assert [row["largest_difference"] for row in record["rows"]] == pytest.approx(
+        [1e-5 * (layout["tp"] - 1) for layout in train.layouts(4)]
+    )
+    assert record["losses"]["4x1x1"] == pytest.approx([line["loss"] + 3e-5 for line in LINES]) and len(record["losses"]) == 10
+    assert "float32, 5 steps; tp x pp x dp against one process" in capsys.readouterr().out
