@@ -22,7 +22,7 @@ from . import report
 
 STEPS = 100
 # Over 100 steps of the default job: the largest difference of one step's loss, and the mean difference.
-BOUNDS = {"float32": (1e-4, 2e-5), "bfloat16": (1e-1, 1e-2)}
+BOUNDS = {"float32": (1e-4, 2e-5), "bfloat16": (1.5e-1, 2e-2)}
 
 
 def layouts(world: int) -> list[dict[str, int]]:

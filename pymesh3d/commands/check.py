@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import json
 import sys
 import time
@@ -204,6 +205,7 @@ def run(world: int, *, all_rows: bool, device: str, json_file: str | None) -> in
             train = row.train(dtype)
             plain = TrainConfig(seq=train.seq, global_batch=train.global_batch, lr=train.lr, seed=SEED)  # all that one process has
             outcomes.append(compare(row, reference(row.model, plain), dtype, device))
+            gc.collect()  # an engine refers to itself; until it goes, so do its groups, each with threads and sockets
             status.update(f"{number} of {len(rows)} layouts of {world} ranks done")
     failed = [outcome for outcome in outcomes if not outcome.passed(dtype)]
     console.print(table(outcomes, dtype))

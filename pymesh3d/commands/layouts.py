@@ -27,10 +27,10 @@ class Row:
 
     @property
     def model(self) -> ModelConfig:
-        """A small model whose vocabulary no tp divides, with as many heads as tp = 8 needs."""
+        """A small model whose vocabulary no tp divides, whose layers no pp > 1 divides, with as many heads as tp = 8 needs."""
         heads = max(8, self.tp)
         kv_heads = max(self.tp // 2, 1) if self.few_kv else heads
-        return ModelConfig(vocab=250, dim=8 * heads, layers=max(4, self.pp), heads=heads, kv_heads=kv_heads, ffn=12 * heads, tied=self.tied)
+        return ModelConfig(vocab=250, dim=8 * heads, layers=self.pp + 1, heads=heads, kv_heads=kv_heads, ffn=12 * heads, tied=self.tied)
 
     @property
     def layout(self) -> Layout:
