@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pymesh3d.mesh import Axis
+from pymesh3d.ops.accumulate import add_weight_grad
 from pymesh3d.tp.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 ALONE = Axis("tp", 0, (0,), None)
@@ -73,3 +74,14 @@ def test_a_frequent_token_keeps_its_small_summands_in_bf16() -> None:
     bias = ColumnParallelLinear.from_linear(nn.Linear(2, 2, dtype=torch.bfloat16), mesh=ALONE)
     bias(torch.zeros(2048, 2, dtype=torch.bfloat16)).backward(torch.ones(2048, 2, dtype=torch.bfloat16))
     assert bias.bias.grad.tolist() == [2048, 2048]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_bf16_operands_reach_the_fp32_buffer_unrounded() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    grad_y, x = (torch.randn(512, n, generator=generator, device="cuda").bfloat16() for n in (192, 320))
+    weight = nn.Parameter(torch.zeros(192, 320, device="cuda", dtype=torch.bfloat16))
+    weight.main_grad = torch.full((192, 320), 3.0, device="cuda")
+    assert add_weight_grad(weight, grad_y, x) is None
+    exact = 3.0 + grad_y.double().t() @ x.double()
+    assert (weight.main_grad - exact).abs().max() / exact.abs().max() < 1e-6  # bf16 anywhere on the way would leave 2e-3
