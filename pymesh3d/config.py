@@ -18,11 +18,10 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _positive(record: object, *names: str) -> None:
-    for name in names:
-        value = getattr(record, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{name}={value!r}", f"{name} must be a positive integer", f"Try {name}=1 or more")
+def require_positive(name: str, value: object) -> None:
+    """Refuse anything but an integer of at least 1. Raises ConfigError."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}={value!r}", f"{name} must be a positive integer", f"Try {name}=1 or more")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +39,7 @@ class Layout:
             raise ConfigError(f"{'=-1 and '.join(free)}=-1", "at most one axis can be left open", "Give all but one a size")
         for axis in AXES:
             if axis not in free:
-                _positive(self, axis)
+                require_positive(axis, getattr(self, axis))
         if self.cp != 1:
             raise ConfigError(f"cp={self.cp}", "context parallelism is not available yet", "Use cp=1 and a larger tp or dp")
 
@@ -91,7 +90,8 @@ class ModelConfig:
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        _positive(self, "vocab", "dim", "layers", "heads", "kv_heads", "ffn")
+        for name in ("vocab", "dim", "layers", "heads", "kv_heads", "ffn"):
+            require_positive(name, getattr(self, name))
         if self.dim % self.heads or (self.dim // self.heads) % 2:
             valid = [h for h in divisors(self.dim) if (self.dim // h) % 2 == 0]
             raise ConfigError(
@@ -167,7 +167,8 @@ class TrainConfig:
     vocab_multiple: int = 128
 
     def __post_init__(self) -> None:
-        _positive(self, "seq", "global_batch", "micro_batch", "steps", "vocab_multiple")
+        for name in ("seq", "global_batch", "micro_batch", "steps", "vocab_multiple"):
+            require_positive(name, getattr(self, name))
         self._one_of("schedule", SCHEDULES)
         self._one_of("zero_stage", (0, 1))
         self._one_of("recompute", RECOMPUTE)

@@ -21,6 +21,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal, cast, get_args
 
+from pymesh3d.config import require_positive
 from pymesh3d.errors import ConfigError
 
 Kind = Literal["F", "B", "W", "SF", "RF", "SB", "RB"]
@@ -119,12 +120,6 @@ class ScheduleError(ValueError):
             shown = ["..."] * (low > 0) + texts[low:high] + ["..."] * (high < len(texts))
             lines.append(f"  rank {rank}: {' '.join(shown)}" + (f"   [{why[rank]}]" if why and rank in why else ""))
         super().__init__("\n".join(lines))
-
-
-def require_positive(name: str, value: object) -> None:
-    """Refuse anything but an integer of at least 1. Raises ConfigError."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name}={value!r}", f"{name} must be a positive integer", f"Try {name}=1 or more")
 
 
 def parse(text: str) -> Schedule:

@@ -8,8 +8,8 @@ import operator
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
+from pymesh3d.config import require_positive
 from pymesh3d.errors import ConfigError
-from pymesh3d.schedule.actions import require_positive
 
 Amount = Callable[[int, int, int], float]  # of a stage with layers start to stop (exclusive): (stage, start, stop) -> cost or memory
 

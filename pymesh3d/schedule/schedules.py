@@ -19,8 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from pymesh3d.config import require_positive
 from pymesh3d.errors import ConfigError
-from pymesh3d.schedule.actions import Action, Schedule, require_positive
+from pymesh3d.schedule.actions import Action, Schedule
 
 
 def gpipe(pp: int, microbatches: int) -> Schedule:
