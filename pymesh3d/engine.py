@@ -22,6 +22,7 @@ from pymesh3d.initial import materialize
 from pymesh3d.mesh import Mesh, exchange_text, require_equal
 from pymesh3d.models.llama import Llama, initialize_, plan
 from pymesh3d.placement import placement_of
+from pymesh3d.planner.model import layer_parameters
 from pymesh3d.pp.run import Microbatch, run
 from pymesh3d.pp.stage import Stage, keep_layers
 from pymesh3d.schedule.partition import partition
@@ -40,7 +41,7 @@ Optimizer = Callable[[Iterable[dict[str, Any]]], torch.optim.Optimizer]
 def parallelize(model: Llama, mesh: Mesh, config: TrainConfig | None = None, *, optimizer: Optimizer | None = None) -> Engine:
     """Spread a model over the mesh, in place, and return what trains it.
 
-    A model on the meta device gets its initial values from `config.seed`; one with values keeps those of each stage's first rank.
+    A model on the meta device gets its initial values from `config.seed`; one with values keeps those of the mesh's first rank.
     `optimizer` makes a torch optimizer from parameter groups (default: AdamW with the values of `config`).
     Raises ConfigError, before any communication, when model, layout and training do not fit together.
     """
@@ -81,8 +82,7 @@ def parallelize(model: Llama, mesh: Mesh, config: TrainConfig | None = None, *, 
 
 def stage_layers(model: ModelConfig, stages: int) -> list[range]:
     """Which layers each stage runs, balanced by cost: the head weighs as many layers as its matrix has of a layer's numbers."""
-    layer = model.dim * (2 * model.dim + 2 * model.kv_heads * model.head_dim + 3 * model.ffn)
-    return partition([1.0] * model.layers, stages, last=model.vocab * model.dim / layer)
+    return partition([1.0] * model.layers, stages, last=model.vocab * model.dim / layer_parameters(model))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,12 +202,14 @@ class Engine:
                 f"Pad it to {longer}, with targets -100",
             )
         vocab = self.model.config.vocab
-        if ids.device.type == "cpu" and not (int(ids.min()) >= 0 and int(ids.max()) < vocab):
-            raise ConfigError(
-                f"token ids from {int(ids.min())} to {int(ids.max())}",
-                f"the model's vocabulary has {vocab} entries",
-                f"Ids must be 0..{vocab - 1}",
-            )
+        if ids.device.type == "cpu" and targets.device.type == "cpu":  # elsewhere a look would have to wait for the device
+            for what, values in (("token ids", ids), ("targets", targets[targets != IGNORE_INDEX])):
+                if values.numel() and not 0 <= int(values.min()) <= int(values.max()) < vocab:
+                    raise ConfigError(
+                        f"{what} from {int(values.min())} to {int(values.max())}",
+                        f"the model's vocabulary has {vocab} entries",
+                        f"Use 0..{vocab - 1}, and {IGNORE_INDEX} where there is no target",
+                    )
         return ids, targets
 
     def _loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

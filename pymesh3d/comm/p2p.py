@@ -100,7 +100,7 @@ def _connect(line: Axis, operation: str, device: torch.device) -> Channel:
     """The channel from the first to the second rank of `line`, used once so that its connection stands."""
     channel = Channel(line, sender=line.rank == 0, operation=operation)
     if line.rank == 0:
-        channel.send(torch.zeros(1, device=device))
+        channel.send(torch.zeros(1, dtype=torch.float32, device=device))
         channel.flush()
     else:
         channel.post((1,), torch.float32, device)

@@ -14,8 +14,9 @@ from torch import nn
 
 from pymesh3d.comm.collectives import all_gather, all_reduce_, all_to_all, broadcast_
 from pymesh3d.dp.buckets import Bucket, make_buckets
+from pymesh3d.errors import ConfigError
 from pymesh3d.mesh import Mesh
-from pymesh3d.placement import placement_of
+from pymesh3d.placement import Placement, place, placement_of
 
 BUCKET_ELEMENTS = 32 * 2**20
 
@@ -29,7 +30,7 @@ class Zero:
     """Owns the flat buffers of a stage's parameters and the optimizer over them. Reading order: reduce, clip, step.
 
     `optimizer` makes a torch optimizer from parameter groups of flat master weights; `reduce_dtype` is what a rank's
-    contribution is rounded to, once, before it is sent (default: the parameters' dtype).
+    contribution is rounded to, once, before it is sent (default: the parameters' dtype). Raises ConfigError for another stage.
     """
 
     def __init__(
@@ -43,8 +44,13 @@ class Zero:
         reduce_dtype: torch.dtype | None = None,
         bucket_elements: int = BUCKET_ELEMENTS,
     ) -> None:
+        if stage not in (0, 1):
+            raise ConfigError(f"stage={stage}", "only ZeRO stages 0 and 1 are available", "Use stage=1")
         self.mesh, self.stage, self.reduce_dtype = mesh, stage, reduce_dtype
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            if getattr(parameter, "placement", None) is None:  # nobody sharded it, so every tp rank holds it: count it once
+                place(parameter, Placement(shape=tuple(parameter.shape), ranks=mesh.tp.size))
         self.buckets = make_buckets(trained, shards=mesh.dp.size, elements=bucket_elements, decays=decays)
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(_move_grad)

@@ -37,12 +37,6 @@ def tp_axis(mesh: Mesh | DeviceMesh | Axis) -> Axis:
     return Axis("tp", line.get_local_rank(), tuple(dist.get_process_group_ranks(line.get_group())), line.get_group())
 
 
-def _common_seed(axis: Axis, device: torch.device) -> int:
-    """A seed drawn from torch's default generator of the axis' first rank, the same on all its ranks."""
-    seed = torch.randint(2**62, (1,)).to(device)
-    return int(broadcast_(seed, axis).item())
-
-
 def equalize_(x: torch.Tensor, axis: Axis) -> None:
     """Give `x`, of any dtype and device, the values that it has on the axis' first rank. Does nothing on the meta device."""
     if axis.size > 1 and not x.is_meta:
@@ -50,6 +44,13 @@ def equalize_(x: torch.Tensor, axis: Axis) -> None:
         sent = x.detach().to(device).contiguous()
         broadcast_(sent.view(-1).view(torch.uint8), axis)
         x.data = sent.to(x.device)
+
+
+def _common_seed(axis: Axis) -> int:
+    """A seed drawn from torch's default generator of the axis' first rank, the same on all its ranks."""
+    seed = torch.randint(2**62, (1,))
+    equalize_(seed, axis)
+    return int(seed.item())
 
 
 class _Sharded(nn.Module):
@@ -97,7 +98,7 @@ def _linear_reset(layer: _Sharded, weight: nn.Parameter, bias: nn.Parameter | No
     """nn.Linear's distribution for the whole layer: uniform within 1 / sqrt(in_features), whatever a rank holds of it."""
     if weight.is_meta:
         return
-    seed, bound = _common_seed(layer.axis, weight.device), 1 / math.sqrt(in_features)
+    seed, bound = _common_seed(layer.axis), 1 / math.sqrt(in_features)
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None:
             fill_(parameter, placement_of(parameter), layer.axis.rank, seed=seed, name=name, kind="uniform", scale=bound)
@@ -281,7 +282,7 @@ class VocabParallelEmbedding(_Sharded):
         cut = _parts(num_embeddings, None, None, vocab_multiple, self.axis.size)
         self.weight = self._parameter(Placement(shape=(num_embeddings, embedding_dim), parts=cut, ranks=self.axis.size), device, dtype)
         if not self.weight.is_meta:
-            seed = _common_seed(self.axis, self.weight.device)
+            seed = _common_seed(self.axis)
             fill_(self.weight, placement_of(self.weight), self.axis.rank, seed=seed, name="weight", kind="normal", scale=1.0)
             self._zero_padding_row()
 

@@ -102,6 +102,20 @@ def test_a_tied_weight_counts_once(ranks: Ranks, stage: int) -> None:
         assert norm == pytest.approx(math.sqrt(800), rel=1e-15)
 
 
+def norm_of_unplaced() -> float:
+    """A layer that nobody sharded, on two tp ranks: gradient 2 in each of its 4 elements."""
+    mesh = init_mesh(tp=2, device="cpu")
+    zero = zero_over(mesh, {"weight": nn.Parameter(torch.zeros(4, dtype=torch.float64))}, {"weight": 2.0}, stage=1)
+    zero.reduce()
+    norm = gradient_norm(pieces(zero), mesh).item()
+    mesh.close()
+    return norm
+
+
+def test_a_parameter_that_nobody_sharded_counts_once(ranks: Ranks) -> None:
+    assert ranks(2, norm_of_unplaced) == [4.0, 4.0]
+
+
 def norms_of(values: list[list[float]]) -> list[list[float]]:
     mesh = init_mesh(device="cpu")
     found = [[gradient_norm([torch.tensor([v[mesh.rank]])], mesh, p).item() for p in (2.0, 1.0, math.inf)] for v in values]

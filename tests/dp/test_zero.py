@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from pymesh3d.dp.zero import BUCKET_ELEMENTS, Zero
+from pymesh3d.errors import ConfigError
 from pymesh3d.mesh import Mesh, init_mesh
 from pymesh3d.tp.layers import ColumnParallelLinear
 
@@ -176,6 +177,18 @@ def decayed() -> dict[str, torch.Tensor]:
 def test_weight_decay_is_for_matrices_only(ranks: Ranks) -> None:
     for found in ranks(2, decayed):
         assert (found["weight"] == 0.75).all() and (found["bias"] == 1.0).all()
+
+
+def refusal(stage: int) -> str:
+    mesh = init_mesh(device="cpu")
+    with pytest.raises(ConfigError) as caught:
+        Zero(nn.Linear(3, 2), mesh, stage=stage, optimizer=ADAMW, weight_decay=0.0)
+    mesh.close()
+    return str(caught.value)
+
+
+def test_other_stages_are_refused(ranks: Ranks) -> None:
+    assert ranks(1, refusal, 2) == ["stage=2: only ZeRO stages 0 and 1 are available. Use stage=1"]
 
 
 def reduced_twice(stage: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
