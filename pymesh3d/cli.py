@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import NoReturn
 
 import torch
+from rich.console import Console
 
 from pymesh3d.commands import check, draw, env, train
 from pymesh3d.config import DTYPES, MODELS, RECOMPUTE, SCHEDULES, Layout, ModelConfig, TrainConfig
@@ -33,22 +34,30 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"pymesh3d: {message}. See {self.prog} --help\n")
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults where there is one that the text does not name."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        said = action.default is None or action.default is False or "default" in (action.help or "")
+        return action.help if said else super()._get_help_string(action)
+
+
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
     top = _Parser(prog="pymesh3d", description="Train a PyTorch model on a 3D grid of GPUs (or, to try it, of CPU processes).")
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
-    _train(commands.add_parser("train", help="train a Llama-like model", formatter_class=argparse.ArgumentDefaultsHelpFormatter))
-    one = commands.add_parser("check", help="compare many layouts with one process", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    one.add_argument("--world", type=int, default=8, help="number of ranks")
+    _train(commands.add_parser("train", help="train a Llama-like model", formatter_class=_Help))
+    one = commands.add_parser("check", help="compare many layouts with one process", formatter_class=_Help)
+    one.add_argument("--world", type=int, metavar="N", default=8, help="number of ranks")
     one.add_argument("--all", action="store_true", help="every combination, not only a set that covers each pair of choices")
     one.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="cpu: float64, exact to rounding; cuda: bf16, within stated bounds"
     )
     one.add_argument("--json", metavar="FILE", help="write the table as JSON")
-    picture = commands.add_parser("draw", help="draw a pipeline schedule", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    picture = commands.add_parser("draw", help="draw a pipeline schedule", formatter_class=_Help)
     picture.add_argument("--schedule", choices=SCHEDULES, default="1f1b", type=str.lower, help="schedule")
-    picture.add_argument("--pp", type=int, default=4, help="stages")
-    picture.add_argument("--microbatches", type=int, default=8, help="microbatches")
+    picture.add_argument("--pp", type=int, metavar="N", default=4, help="stages")
+    picture.add_argument("--microbatches", type=int, metavar="N", default=8, help="microbatches")
     picture.add_argument("--out", metavar="FILE", help="write a picture")
     picture.add_argument("--json", metavar="FILE", help="write the timeline as JSON")
     bench = commands.add_parser("bench", help="run a micro-benchmark")
@@ -63,8 +72,8 @@ def _train(one: argparse.ArgumentParser) -> None:
     defaults = TrainConfig()
     mesh = one.add_argument_group("mesh")
     for axis, text in (("tp", "tensor parallel"), ("pp", "pipeline stages")):
-        mesh.add_argument(f"--{axis}", type=int, default=1, help=text)
-    mesh.add_argument("--dp", type=int, help="data parallel; -1: whatever the ranks leave (default: 1, or -1 under torchrun)")
+        mesh.add_argument(f"--{axis}", type=int, metavar="N", default=1, help=text)
+    mesh.add_argument("--dp", type=int, metavar="N", help="data parallel; -1: whatever the ranks leave (default: 1, or -1 under torchrun)")
     mesh.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     mesh.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="the longest that a rank waits for another")
     what = one.add_argument_group("model and data")
@@ -76,20 +85,26 @@ def _train(one: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="a text file or folder (bytes are tokens), or token ids in .npy or .bin; default: Python's own library",
     )
-    what.add_argument("--seq", type=int, default=defaults.seq, help="tokens of a sequence")
-    what.add_argument("--global-batch-size", type=int, default=defaults.global_batch, help="sequences a step, over all ranks")
-    what.add_argument("--micro-batch-size", type=int, default=defaults.micro_batch, help="sequences that go through the pipeline at once")
+    what.add_argument("--seq", type=int, metavar="N", default=defaults.seq, help="tokens of a sequence")
+    what.add_argument("--global-batch-size", type=int, metavar="N", default=defaults.global_batch, help="sequences a step, over all ranks")
+    what.add_argument(
+        "--micro-batch-size", type=int, metavar="N", default=defaults.micro_batch, help="sequences that go through the pipeline at once"
+    )
     how = one.add_argument_group("training")
-    how.add_argument("--steps", type=int, default=defaults.steps, help="steps in all, those of a resumed run included")
-    how.add_argument("--lr", type=float, default=defaults.lr, help="learning rate of AdamW")
-    how.add_argument("--warmup-steps", type=int, default=20, help="over which the learning rate rises to --lr; then it stays")
-    how.add_argument("--weight-decay", type=float, default=defaults.weight_decay, help="of matrices")
-    how.add_argument("--max-norm", type=float, default=defaults.max_norm, help="clip the gradient norm to this; 0 switches clipping off")
+    how.add_argument("--steps", type=int, metavar="N", default=defaults.steps, help="steps in all, those of a resumed run included")
+    how.add_argument("--lr", type=float, metavar="X", default=defaults.lr, help="learning rate of AdamW")
+    how.add_argument("--warmup-steps", type=int, metavar="N", default=20, help="over which the learning rate rises to --lr; then it stays")
+    how.add_argument("--weight-decay", type=float, metavar="X", default=defaults.weight_decay, help="of matrices")
+    how.add_argument(
+        "--max-norm", type=float, metavar="X", default=defaults.max_norm, help="clip the gradient norm to this; 0 switches clipping off"
+    )
     how.add_argument("--dtype", default=defaults.dtype, help=f"of parameters and activations: {', '.join(DTYPES)}")
-    how.add_argument("--reduce-dtype", help="what gradients are rounded to when sent (default: dtype)")
-    how.add_argument("--seed", type=int, default=defaults.seed, help="of initial weights and of the order of the data")
+    how.add_argument("--reduce-dtype", metavar="DTYPE", help="what gradients are rounded to when sent (default: dtype)")
+    how.add_argument("--seed", type=int, metavar="N", default=defaults.seed, help="of initial weights and of the order of the data")
     how.add_argument("--schedule", choices=SCHEDULES, default=defaults.schedule, type=str.lower, help="order of the pipeline")
-    how.add_argument("--zero-stage", type=int, default=defaults.zero_stage, help="0: optimizer state on every dp rank; 1: a share on each")
+    how.add_argument(
+        "--zero-stage", type=int, metavar="N", default=defaults.zero_stage, help="0: optimizer state on every dp rank; 1: a share on each"
+    )
     how.add_argument("--sequence-parallel", action="store_true", help="share activations between tp ranks outside the matrix products")
     how.add_argument("--recompute", choices=RECOMPUTE, default=defaults.recompute, help="full: keep only each layer's input for backward")
     how.add_argument("--compile", action="store_true", help="torch.compile each layer")
@@ -98,7 +113,7 @@ def _train(one: argparse.ArgumentParser) -> None:
     files.add_argument("--log-json", metavar="FILE", help=f"a line a step ({fields}); a resumed run adds to it")
     files.add_argument("--out", metavar="FILE.png", help="the loss curve as a picture")
     files.add_argument("--save", metavar="DIR", help="write a checkpoint at the end")
-    files.add_argument("--save-every", type=int, metavar="N", help="and every N steps")
+    files.add_argument("--save-every", type=int, metavar="N", help="write one every N steps too")
     files.add_argument("--resume", metavar="DIR", help="go on from the newest checkpoint in DIR, on the same layout")
 
 
@@ -180,7 +195,10 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 def _launch(argv: Sequence[str], world: int) -> int:
     """This command as `world` ranks on this host."""
     threading.Thread(target=_interrupt_when_nobody_reads, daemon=True).start()
-    return launch(["-m", "pymesh3d", *argv], world)
+    try:
+        return launch(["-m", "pymesh3d", *argv], world)
+    finally:
+        Console().show_cursor()  # which the progress bar hides, and a rank that is ended from outside does not bring back
 
 
 def _interrupt_when_nobody_reads() -> None:

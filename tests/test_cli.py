@@ -24,7 +24,7 @@ from pymesh3d.launch import LOOPBACK
 ROOT = Path(__file__).parent.parent
 SMALL = ["--steps", "2", "--seq", "32", "--global-batch-size", "4", "--device", "cpu"]
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks in /proc")
-STEP = re.compile(r"^ +\d+ +\d+\.\d{4} ", re.MULTILINE)
+STEP = re.compile(r"(?:^|\x1b\[2K) +\d+ +\d+\.\d{4} ", re.MULTILINE)
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +33,19 @@ def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
+
+
+def test_help_says_what_every_option_is_and_what_it_is_by_default(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in ("train", "check", "draw", "bench", "env"):
+        with pytest.raises(SystemExit) as end:
+            cli.main([name, "--help"])
+        text = capsys.readouterr().out
+        assert end.value.code == 0 and "None" not in text and "False" not in text
+        assert all(re.match(r"  --?\S+(,? \S+)*\s\s+\S", entry) for entry in re.findall(r"^  -.*\n?.*", text, re.MULTILINE)), text
+        assert ("--seed N              of initial weights and of the order of the data (default: 0)" in text) == (name == "train")
 
 
 # Refusals: in this process, where nothing may start.
@@ -110,13 +123,13 @@ def test_what_cannot_run_is_refused_in_one_line(
     assert not (tmp_path / "new").exists()
 
 
-def command(*arguments: str, **environ: str) -> subprocess.Popen[str]:
-    """`python -m pymesh3d` with its output in pipes."""
+def command(*arguments: str, stdout: int = subprocess.PIPE, **environ: str) -> subprocess.Popen[str]:
+    """`python -m pymesh3d` with its output in pipes, or wherever it is to go."""
     return subprocess.Popen(
         [sys.executable, "-m", "pymesh3d", *arguments],
         env={**os.environ, **environ},
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -166,18 +179,20 @@ def test_under_torchrun_what_cannot_run_or_meet_ends_with_a_word() -> None:
 
 
 class Training:
-    """`pymesh3d train` on 2 ranks for very many steps."""
+    """`pymesh3d train` on 2 ranks for very many steps, its output on a terminal."""
 
     def __init__(self, *options: str) -> None:
-        self.process = command("train", *SMALL, "--steps", "100000", *options)
         self.output = ""
+        self._terminal, theirs = os.openpty()
+        self.process = command("train", *SMALL, "--steps", "100000", *options, stdout=theirs, TERM="xterm")
+        os.close(theirs)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None, "output goes into a pipe"
-        for line in self.process.stdout:
-            self.output += line
+        with contextlib.suppress(OSError), open(self._terminal, newline="") as lines:  # an error is how a terminal reports its end
+            while piece := lines.read(1):
+                self.output += piece
 
     def until_it_trains(self) -> None:
         assert until(lambda: len(STEP.findall(self.output)) >= 3 or self.process.poll() is not None, 90), self.output
@@ -272,6 +287,8 @@ def test_ctrl_c_ends_all_processes_quietly() -> None:
         errors = one.errors(8)
         assert until(lambda: all(map(gone, pids)), 1) and time.monotonic() - began < 5
     assert one.process.returncode == 130 and errors == ""
+    assert "training " in one.output and "steps, left" in one.output, "the progress bar"
+    assert one.output.rindex("\x1b[?25h") > one.output.rindex("\x1b[?25l"), "the cursor shows again"
 
 
 def test_a_closed_pipe_ends_training_quietly() -> None:
