@@ -6,8 +6,17 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from tests.pool import Pool
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(scope="session")
