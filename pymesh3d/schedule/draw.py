@@ -92,7 +92,7 @@ def _figure(timeline: Timeline, title: str | None) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("a picture", "matplotlib is not installed", "Run: pip install 'pymesh3d[plot]'") from error
+        raise ConfigError("a picture", "matplotlib is not installed", "Run: pip install matplotlib") from error
     schedule = timeline.schedule
     lengths = [span.end - span.start for rank in range(schedule.pp) for span in timeline.compute(rank) if span.end > span.start]
     time = timeline.makespan or 1.0

@@ -61,7 +61,7 @@ def test_caption_states_both_bubbles() -> None:
 
 
 def test_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="pictures need matplotlib (pip install 'pymesh3d[plot]')")
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib (pip install matplotlib)")
     timeline = simulate(build("1f1b", 2, 3))
     to_png(timeline, tmp_path / "a.png")
     to_png(timeline, tmp_path / "a.svg", title="A title")
@@ -70,7 +70,7 @@ def test_picture(tmp_path: Path) -> None:
 
 
 def test_every_box_of_the_picture_stands_where_it_was_simulated() -> None:
-    pytest.importorskip("matplotlib", reason="pictures need matplotlib (pip install 'pymesh3d[plot]')")
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib (pip install matplotlib)")
     timeline = simulate(build("1f1b", 2, 3))
     axes = draw._figure(timeline, None).axes[0]
     numbers = [(text.get_position(), text.get_text()) for text in axes.texts if "flight" not in text.get_text()]
@@ -81,7 +81,7 @@ def test_every_box_of_the_picture_stands_where_it_was_simulated() -> None:
 
 def test_a_picture_without_matplotlib_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"pip install 'pymesh3d\[plot\]'"):
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
         to_png(simulate(build("1f1b", 2, 3)), tmp_path / "a.png")
 
 
@@ -89,7 +89,7 @@ def test_a_picture_without_matplotlib_says_how_to_get_it(tmp_path: Path, monkeyp
     ("name", "message"), [("a.txt", r"Use one of \.png"), ("a", r"Use one of \.png"), ("no/folder/a.png", "existing folder")]
 )
 def test_a_picture_that_cannot_be_written_is_refused(tmp_path: Path, name: str, message: str) -> None:
-    pytest.importorskip("matplotlib", reason="pictures need matplotlib (pip install 'pymesh3d[plot]')")
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib (pip install matplotlib)")
     with pytest.raises(ConfigError, match=message):
         to_png(simulate(build("1f1b", 2, 3)), tmp_path / name)
 
@@ -108,7 +108,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_command_writes_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="pictures need matplotlib (pip install 'pymesh3d[plot]')")
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib (pip install matplotlib)")
     assert run("gpipe", 2, 3, out=str(tmp_path / "a.png")) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
