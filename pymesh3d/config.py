@@ -92,6 +92,13 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("vocab", "dim", "layers", "heads", "kv_heads", "ffn"):
             require_positive(name, getattr(self, name))
+        for name in ("rope_theta", "norm_eps"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+                default = type(self).__dataclass_fields__[name].default
+                raise ConfigError(f"{name}={value!r}", f"{name} must be a finite number above 0", f"The default is {default}")
+        if not isinstance(self.tied, bool):
+            raise ConfigError(f"tied={self.tied!r}", "tied must be true or false", "Use tied=False for a head of its own")
         if self.dim % self.heads or (self.dim // self.heads) % 2:
             valid = [h for h in divisors(self.dim) if (self.dim // h) % 2 == 0]
             raise ConfigError(
@@ -185,6 +192,8 @@ class TrainConfig:
                 raise ConfigError(f"{name}={value}", f"{name} must be finite and at least 0", f"Try the default {name}={default}")
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ConfigError(f"betas={self.betas}", "betas must be two numbers from 0 to below 1", "Try the default betas=(0.9, 0.95)")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
+            raise ConfigError(f"seed={self.seed!r}", "a seed must be an integer from 0 to 2**64 - 1", "Use seed=0")
         if self.max_norm is not None and not self.max_norm > 0:
             raise ConfigError(f"max_norm={self.max_norm}", "max_norm must be above 0", "Use max_norm=None to switch clipping off")
 

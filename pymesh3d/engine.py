@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pymesh3d.comm.collectives import all_reduce_, gather_rows
+from pymesh3d.comm.collectives import all_reduce_, gather_rows, named
 from pymesh3d.comm.p2p import Channels
 from pymesh3d.comm.whole import whole
 from pymesh3d.config import ModelConfig, TrainConfig, validate
@@ -25,6 +25,7 @@ from pymesh3d.placement import placement_of
 from pymesh3d.planner.model import layer_parameters
 from pymesh3d.pp.run import Microbatch, run
 from pymesh3d.pp.stage import Stage, keep_layers
+from pymesh3d.schedule.actions import Action
 from pymesh3d.schedule.partition import partition
 from pymesh3d.schedule.schedules import build
 from pymesh3d.tp.loss import vocab_parallel_cross_entropy
@@ -103,6 +104,7 @@ class Engine:
         self.steps_taken = 0
         self.steps_skipped = 0
         self.channels = Channels(mesh)
+        self._schedules: dict[tuple[str, int], tuple[Action, ...]] = {}
         self._divisor = torch.ones((), dtype=torch.int64, device=mesh.device)
         self.stage = Stage(model, first=mesh.pp.rank == 0, last=mesh.pp.rank == mesh.pp.size - 1, loss=self._loss)
 
@@ -122,20 +124,20 @@ class Engine:
 
         Called several times before `optimizer_step`, the gradients add up.
         """
-        microbatches, tokens = self._prepare(batch)
-        schedule = build(self.config.schedule, self.mesh.pp.size, len(microbatches))
-        loss = run(schedule.ranks[self.mesh.pp.rank], self.stage, self.channels, microbatches)
-        return self._agree_on_loss(loss), tokens
+        microbatches = self._prepare(batch)
+        loss = run(self._actions(self.config.schedule, len(microbatches)), self.stage, self.channels, microbatches)
+        return self._agree_on_loss(loss, batch[0].numel())
 
     @torch.no_grad()
     def optimizer_step(self) -> tuple[float, bool]:
         """Reduce the gradients, agree on their norm, and update unless it is not finite. Returns the norm and whether a step was taken."""
         self.zero.reduce()
-        norm = gradient_norm((piece for bucket in self.zero.shard_grads() for piece in bucket), self.mesh)
-        grad_norm = norm.item()
+        norm = gradient_norm(self.zero.shard_grads, self.mesh)
+        with named("gradient norm", self.mesh.all):  # on CUDA the host waits here for what it has started
+            grad_norm = norm.item()
         taken = math.isfinite(grad_norm)  # every rank has the same bits, so all take the step or none
         if taken:
-            self.zero.step(clip_factor(norm, self.config.max_norm))
+            self.zero.step(None if self.config.max_norm is None else clip_factor(norm, self.config.max_norm))
             self.steps_taken += 1
         else:
             self.steps_skipped += 1
@@ -146,9 +148,9 @@ class Engine:
 
     def eval_step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
         """The mean loss over the valid tokens of a global batch, without gradients; the same on every rank."""
-        microbatches, _ = self._prepare(batch)
-        actions = [a for a in build("gpipe", self.mesh.pp.size, len(microbatches)).ranks[self.mesh.pp.rank] if a.kind in ("F", "SF", "RF")]
-        return self._agree_on_loss(run(actions, self.stage, self.channels, microbatches, train=False))
+        microbatches = self._prepare(batch)
+        actions = [action for action in self._actions("gpipe", len(microbatches)) if action.kind in ("F", "SF", "RF")]
+        return self._agree_on_loss(run(actions, self.stage, self.channels, microbatches, train=False), batch[0].numel())[0]
 
     def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter of this stage, unsharded, by its full name. All ranks of the stage must iterate to the end."""
@@ -175,16 +177,21 @@ class Engine:
         self.steps_taken = int(tensors["steps_taken"])
         self.zero.load_state({name: tensor for name, tensor in tensors.items() if name != "steps_taken"})
 
-    def _prepare(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[list[Microbatch], int]:
+    def _actions(self, schedule: str, microbatches: int) -> tuple[Action, ...]:
+        """What this rank does in a step of so many microbatches."""
+        key = (schedule, microbatches)
+        if key not in self._schedules:
+            self._schedules[key] = build(schedule, self.mesh.pp.size, microbatches).ranks[self.mesh.pp.rank]
+        return self._schedules[key]
+
+    def _prepare(self, batch: tuple[torch.Tensor, torch.Tensor]) -> list[Microbatch]:
         ids, targets = (part.to(self.mesh.device, non_blocking=True) for part in self._checked(batch))
-        counts = torch.stack(((targets != IGNORE_INDEX).sum(), torch.tensor(ids.numel(), device=ids.device)))
-        valid, tokens = all_reduce_(counts, self.mesh.dp).wait()
-        self._divisor = valid.clamp(min=1)
+        self._divisor = all_reduce_((targets != IGNORE_INDEX).sum(), self.mesh.dp).wait().clamp(min=1)
         number = math.ceil(ids.shape[0] / self.config.micro_batch)
         held = ids.shape[1] // (self.mesh.tp.size if self.config.sequence_parallel else 1)
         dtype = DTYPES[self.config.dtype]
         pairs = zip(ids.tensor_split(number), targets.tensor_split(number), strict=True)
-        return [Microbatch(i, t, (held * i.shape[0], self.model.config.dim), dtype) for i, t in pairs], int(tokens)
+        return [Microbatch(i, t, (held * i.shape[0], self.model.config.dim), dtype) for i, t in pairs]
 
     def _checked(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         ids, targets = batch
@@ -218,7 +225,11 @@ class Engine:
         summed = vocab_parallel_cross_entropy(rows, labels, IGNORE_INDEX, reduction="sum", mesh=self.mesh, vocab=self.model.config.vocab)
         return summed / self._divisor
 
-    def _agree_on_loss(self, loss: torch.Tensor) -> float:
-        """The sum of the dp ranks' losses. tp ranks hold the same one, so the first speaks for them."""
-        mine = loss if self.mesh.tp.rank == 0 else torch.zeros_like(loss)
-        return float(gather_rows(mine, self.mesh.all).sum().item())
+    def _agree_on_loss(self, loss: torch.Tensor, tokens: int) -> tuple[float, int]:
+        """The sums over dp of losses and tokens. tp ranks hold the same ones, so the first speaks for them; stages have the same tokens."""
+        mine = torch.stack((loss, torch.full_like(loss, tokens if self.mesh.pp.rank == 0 else 0)))
+        if self.mesh.tp.rank:
+            mine.zero_()
+        with named("loss", self.mesh.all):
+            total, counted = gather_rows(mine, self.mesh.all).sum(0).tolist()
+        return total, int(counted)

@@ -98,7 +98,12 @@ def launch(argv: Sequence[str], world: int, *, threads_per_rank: int | None = No
 def _environment(world: int, port: int, threads_per_rank: int | None) -> dict[str, str]:
     """What every rank sees: torchrun's variables with this process as the agent whose store the ranks join."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    environ = {"OMP_NUM_THREADS": str(max(1, cores // world)), **gloo_on_loopback(), **os.environ}
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, cores // world)),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # of the driver's 8 hardware queues two streams may share one, and wait for each other
+        **gloo_on_loopback(),
+    }
+    environ = {**defaults, **os.environ}
     if threads_per_rank is not None:
         environ["OMP_NUM_THREADS"] = str(threads_per_rank)
     return environ | {

@@ -132,9 +132,7 @@ class Mesh:
         return "\n".join(lines)
 
 
-def init_mesh(
-    *, tp: int = 1, pp: int = 1, dp: int = -1, cp: int = 1, device: str | None = None, timeout_s: float = 300.0, threads: int | None = None
-) -> Mesh:
+def init_mesh(*, tp: int = 1, pp: int = 1, dp: int = -1, cp: int = 1, device: str | None = None, timeout_s: float = 300.0) -> Mesh:
     """Join the processes that torchrun or `pymesh3d.launch` started (or be the only one) and arrange them as a mesh.
 
     One axis may be -1: whatever is left. `device`: "cuda" or "cpu", by default whichever this machine has. `timeout_s` bounds
@@ -144,8 +142,6 @@ def init_mesh(
     world = dist.get_world_size() if dist.is_initialized() else _env_int("WORLD_SIZE", default=1, lowest=1)
     layout = Layout(pp=pp, dp=dp, cp=cp, tp=tp).resolve(world)
     where = _device(device)
-    if threads is not None:
-        torch.set_num_threads(threads)
     owns = not dist.is_initialized()
     if owns:
         _join(where, world, timeout_s)

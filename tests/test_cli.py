@@ -83,7 +83,7 @@ REFUSALS = {
     "train --save-every -1 --save {tmp}/new": "--save-every -1: it must be 1 or more. Leave it out ",
     "train --save-every 5": "--save-every 5: there is no folder to save to. Add --save DIR",
     "train --timeout 0": "--timeout 0: it must be above 0 s .* Use --timeout 300",
-    "train --seed -1": "--seed -1: a seed must be an integer from 0 to 2**64 - 1. Use --seed 0",
+    "train --seed -1": "seed=-1: a seed must be an integer from 0 to 2**64 - 1. Use seed=0",
     "train --data {tmp}/missing": "data {tmp}/missing: {tmp}/missing does not exist. Give a text file",
     "train --data {tmp}/empty.txt": "data {tmp}/empty.txt: it is empty. Give a text file",
     "train --data {tmp}/short.txt": "data {tmp}/short.txt, seq=128: its 60 tokens are fewer .* Use more text, or seq=59 or less",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -202,3 +203,18 @@ def test_models_come_from_files(tmp_path: Path) -> None:
 
 def test_divisors() -> None:
     assert [divisors(n) for n in (1, 7, 12)] == [[1], [1, 7], [1, 2, 3, 4, 6, 12]]
+
+
+@pytest.mark.parametrize(
+    ("record", "fields", "text"),
+    [
+        (ModelConfig, {"tied": "no"}, "tied='no': tied must be true or false"),
+        (ModelConfig, {"norm_eps": -1.0}, "norm_eps=-1.0: norm_eps must be a finite number above 0. The default is 1e-05"),
+        (ModelConfig, {"rope_theta": math.inf}, "rope_theta=inf: rope_theta must be a finite number above 0"),
+        (TrainConfig, {"seed": -1}, "seed=-1: a seed must be an integer from 0 to 2**64 - 1. Use seed=0"),
+        (TrainConfig, {"seed": 2**64}, "seed=18446744073709551616: a seed must be"),
+    ],
+)
+def test_single_values(record: type, fields: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match="^" + re.escape(text)):
+        record(**fields)

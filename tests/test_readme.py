@@ -33,23 +33,24 @@ def printed(code: str, ranks: int, folder: Path, capfd: pytest.CaptureFixture[st
     """What the script prints as that many ranks."""
     script = folder / "train.py"
     script.write_text(code)
-    assert launch([str(script)], ranks) == 0, capfd.readouterr()
+    status = launch([str(script)], ranks)
     out, err = capfd.readouterr()
-    assert err == ""
+    assert (status, err) == (0, "")
     return out
 
 
 def test_the_training_script(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """On 1, 2 and 4 ranks: the mesh that it says, and the same ten losses and norms, of which the last is the lowest."""
+    """On 1, 2 and 4 ranks: the mesh that it says, and the same losses and norms. All ten steps on 1 rank, three on more."""
     curves = []
-    for ranks, mesh in ((1, "pp 1 x dp 1 x tp 1"), (2, "pp 1 x dp 1 x tp 2"), (4, "pp 2 x dp 1 x tp 2")):
-        out = printed(PYTHON[0], ranks, tmp_path, capfd)
+    assert PYTHON[0].count("range(10)") == 1
+    for ranks, steps, mesh in ((1, 10, "pp 1 x dp 1 x tp 1"), (2, 3, "pp 1 x dp 1 x tp 2"), (4, 3, "pp 2 x dp 1 x tp 2")):
+        out = printed(PYTHON[0].replace("range(10)", f"range({steps})"), ranks, tmp_path, capfd)
         assert out.startswith(f"{mesh} = {ranks} rank(s) on 1 host(s), cpu\n")
-        steps = re.findall(r"^step (\d+)  loss (\d\.\d{4})  gradient norm (\d+\.\d{3})$", out, re.MULTILINE)
-        assert [int(step) for step, _, _ in steps] == list(range(1, 11))
-        curves.append([(float(loss), float(norm)) for _, loss, norm in steps])
+        found = re.findall(r"^step (\d+)  loss (\d\.\d{4})  gradient norm (\d+\.\d{3})$", out, re.MULTILINE)
+        assert [int(step) for step, _, _ in found] == list(range(1, steps + 1))
+        curves.append([(float(loss), float(norm)) for _, loss, norm in found])
     for curve in curves[1:]:
-        for (loss, norm), (expected_loss, expected_norm) in zip(curve, curves[0], strict=True):
+        for (loss, norm), (expected_loss, expected_norm) in zip(curve, curves[0], strict=False):
             assert loss == pytest.approx(expected_loss, abs=2e-4) and norm == pytest.approx(expected_norm, abs=2e-3)
     losses = [loss for loss, _ in curves[0]]
     assert losses[0] == pytest.approx(5.55, abs=0.05) and losses[-1] == min(losses) < 4.8

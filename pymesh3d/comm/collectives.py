@@ -66,12 +66,13 @@ def all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> Pending:
         return Pending(x, dist.all_reduce(x, op=_reduce_op(op), group=axis.group, async_op=True), "all-reduce", axis)
 
 
-def all_gather(x: torch.Tensor, axis: Axis) -> Pending:
-    """The ranks' tensors, concatenated along dim 0 in rank order."""
+def all_gather(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = None) -> Pending:
+    """The ranks' tensors, concatenated along dim 0 in rank order. `x` may be this rank's part of `out` itself."""
     if axis.size == 1:
         return Pending(x)
     x = x.contiguous()
-    out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    if out is None:
+        out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
     with named("all-gather", axis):
         return Pending(out, _all_gather_single(out, x, group=axis.group, async_op=True), "all-gather", axis)
 
@@ -102,11 +103,6 @@ def broadcast_(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
         with named("broadcast", axis):
             dist.broadcast(x, src=axis.ranks[source], group=axis.group)
     return x
-
-
-def barrier(axis: Axis, device: torch.device) -> None:
-    """Wait until every rank of `axis` is here."""
-    all_reduce_(torch.zeros(1, device=device), axis).wait()
 
 
 def gather_rows(values: torch.Tensor, axis: Axis) -> torch.Tensor:

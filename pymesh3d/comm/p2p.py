@@ -7,6 +7,7 @@ other; all are made and used once at start, in one global order. A channel is a 
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,37 +25,40 @@ class Channel:
         self._axis = axis
         self._sender = sender
         self._operation = operation
-        self._sent: collections.deque[tuple[dist.Work, torch.Tensor]] = collections.deque()
-        self._posted: collections.deque[tuple[dist.Work, torch.Tensor]] = collections.deque()
+        self._sent: collections.deque[tuple[dist.Work, torch.Tensor, int]] = collections.deque()
+        self._posted: collections.deque[tuple[dist.Work, torch.Tensor, int]] = collections.deque()
 
-    def send(self, tensor: torch.Tensor) -> None:
+    def send(self, tensor: torch.Tensor, microbatch: int) -> None:
         """Start sending. The tensor itself is kept, not a copy, until it has left: drop it freely, but do not write into it."""
         assert self._sender, "this end of the channel receives"
         self._forget_finished()
         tensor = tensor.detach().contiguous()
-        with named(f"send of {self._operation}", self._axis):
-            self._sent.append((self._start(dist.isend, tensor, self._axis.ranks[1]), tensor))
+        with self._named(microbatch):
+            self._sent.append((self._start(dist.isend, tensor, self._axis.ranks[1]), tensor, microbatch))
 
-    def post(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    def post(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, microbatch: int) -> None:
         """Get ready to receive the next tensor."""
         assert not self._sender, "this end of the channel sends"
         tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
-        with named(f"receive of {self._operation}", self._axis):
-            self._posted.append((self._start(dist.irecv, tensor, self._axis.ranks[0]), tensor))
+        with self._named(microbatch):
+            self._posted.append((self._start(dist.irecv, tensor, self._axis.ranks[0]), tensor, microbatch))
 
     def take(self) -> torch.Tensor:
         """The oldest posted tensor, once it has arrived."""
-        work, tensor = self._posted.popleft()
-        with named(f"receive of {self._operation}", self._axis):
+        work, tensor, microbatch = self._posted.popleft()
+        with self._named(microbatch):
             work.wait()
         return tensor
 
     def flush(self) -> None:
         """Wait until all that was sent has left."""
         while self._sent:
-            work, _ = self._sent.popleft()
-            with named(f"send of {self._operation}", self._axis):
+            work, _, microbatch = self._sent.popleft()
+            with self._named(microbatch):
                 work.wait()
+
+    def _named(self, microbatch: int) -> contextlib.AbstractContextManager[None]:
+        return named(f"{'send' if self._sender else 'receive'} of {self._operation} of microbatch {microbatch}", self._axis)
 
     def _start(self, operation: Callable[..., Any], tensor: torch.Tensor, peer: int) -> dist.Work:
         # As a batch of one: with NCCL a bare isend would make a second communicator for the pair.
@@ -100,9 +104,9 @@ def _connect(line: Axis, operation: str, device: torch.device) -> Channel:
     """The channel from the first to the second rank of `line`, used once so that its connection stands."""
     channel = Channel(line, sender=line.rank == 0, operation=operation)
     if line.rank == 0:
-        channel.send(torch.zeros(1, dtype=torch.float32, device=device))
+        channel.send(torch.zeros(1, dtype=torch.float32, device=device), 0)
         channel.flush()
     else:
-        channel.post((1,), torch.float32, device)
+        channel.post((1,), torch.float32, device, 0)
         channel.take()
     return channel

@@ -191,7 +191,9 @@ def run(world: int, *, all_rows: bool, device: str, json_file: str | None) -> in
     """Compare every row on the ranks that are here. Returns 0 when all agree, 1 otherwise."""
     dtype = "bfloat16" if device == "cuda" else "float64"
     rows = every_row(world) if all_rows else covering_rows(every_row(world))
-    mesh = init_mesh(dp=world, device=device, threads=1 if device == "cpu" else None)
+    if device == "cpu":
+        torch.set_num_threads(1)
+    mesh = init_mesh(dp=world, device=device)
     console = Console(file=sys.stdout, quiet=mesh.rank != 0, width=None if sys.stdout.isatty() else 140)
 
     @functools.cache

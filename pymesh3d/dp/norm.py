@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from pymesh3d.comm.collectives import gather_rows
+from pymesh3d.errors import ConfigError
 from pymesh3d.mesh import Mesh
 
 
@@ -14,8 +15,10 @@ from pymesh3d.mesh import Mesh
 def gradient_norm(shards: Iterable[torch.Tensor], mesh: Mesh, p: float = 2.0) -> torch.Tensor:
     """The p-norm (p >= 1 or infinity) of all gradients, float64 [], from the disjoint pieces that the ranks hold.
 
-    Summed in float64 over each piece, then over ranks in rank order, so every rank computes the same bits.
+    Raises ConfigError for p < 1. Summed in float64 over each piece, then over ranks in rank order, so every rank computes the same bits.
     """
+    if not p >= 1:
+        raise ConfigError(f"p={p}", "a norm needs p of at least 1", "Use p=2.0, or p=float('inf') for the largest value")
     maximum = p == float("inf")
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for piece in shards:
@@ -25,6 +28,6 @@ def gradient_norm(shards: Iterable[torch.Tensor], mesh: Mesh, p: float = 2.0) ->
     return rows.amax() if maximum else rows.sum() ** (1 / p)
 
 
-def clip_factor(norm: torch.Tensor, max_norm: float | None) -> torch.Tensor:
+def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """What gradients are multiplied by so that their norm is at most `max_norm`: torch's rule, max_norm / (norm + 1e-6), at most 1."""
-    return torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

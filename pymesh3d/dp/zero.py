@@ -6,13 +6,14 @@ gradients goes to the shard's owner and the new parameters come back. Both add u
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from pymesh3d.comm.collectives import all_gather, all_reduce_, all_to_all, broadcast_
+from pymesh3d.comm.collectives import Pending, all_gather, all_reduce_, all_to_all, broadcast_
 from pymesh3d.dp.buckets import Bucket, make_buckets
 from pymesh3d.errors import ConfigError
 from pymesh3d.mesh import Mesh
@@ -56,6 +57,16 @@ class Zero:
             parameter.register_post_accumulate_grad_hook(_move_grad)
         for bucket in self.buckets:
             broadcast_(bucket.weights, mesh.dp)
+        # Views into the flat gradients, made once. `shard_grads`: what this rank contributes to the norm, every number of the
+        # model once over all ranks. `_summed`: ranges to be summed over so many tp neighbours (see Placement.summed).
+        self.shard_grads: list[torch.Tensor] = []
+        self._summed: dict[int, list[torch.Tensor]] = {}
+        for bucket in self.buckets:
+            shard = bucket.shard(bucket.grads, mesh.dp.rank)
+            self.shard_grads += [shard[start:stop] for start, stop in bucket.counted(mesh.tp.rank, mesh.dp.rank)]
+            for slot in bucket.slots:
+                for start, stop, replicas in placement_of(slot.parameter).summed(mesh.tp.rank):
+                    self._summed.setdefault(replicas, []).append(bucket.grads[slot.start + start : slot.start + stop])
         self.masters = [nn.Parameter(self._owned(b, b.weights).to(b.grads.dtype), requires_grad=True) for b in self.buckets]
         groups = []
         for decay in (True, False):
@@ -73,13 +84,20 @@ class Zero:
         self._sum_replicas()
         if self.mesh.dp.size == 1:
             return  # nothing is sent, so nothing is rounded
-        sent = [(bucket, all_to_all(bucket.grads.to(self.reduce_dtype or bucket.weights.dtype), self.mesh.dp)) for bucket in self.buckets]
-        for bucket, pending in sent:
-            rows = pending.wait().view(self.mesh.dp.size, -1)
-            shard = bucket.shard(bucket.grads, self.mesh.dp.rank)
-            torch.sum(rows, 0, dtype=shard.dtype, out=shard)
-            if self.stage == 0:
-                bucket.grads.copy_(all_gather(shard, self.mesh.dp).wait())
+        sent: collections.deque[tuple[Bucket, Pending]] = collections.deque()
+        for bucket in self.buckets:
+            sent.append((bucket, all_to_all(bucket.grads.to(self.reduce_dtype or bucket.weights.dtype), self.mesh.dp)))
+            if len(sent) == 2:  # one travels while the other is added up; more would only take memory
+                self._add_up(*sent.popleft())
+        while sent:
+            self._add_up(*sent.popleft())
+
+    def _add_up(self, bucket: Bucket, pending: Pending) -> None:
+        rows = pending.wait().view(self.mesh.dp.size, -1)
+        shard = bucket.shard(bucket.grads, self.mesh.dp.rank)
+        torch.sum(rows, 0, dtype=shard.dtype, out=shard)
+        if self.stage == 0:
+            all_gather(shard, self.mesh.dp, out=bucket.grads).wait()
 
     @torch.no_grad()
     def reduced_grads(self) -> list[torch.Tensor]:
@@ -92,26 +110,18 @@ class Zero:
         return reduced
 
     def _sum_replicas(self) -> None:
-        by_replicas: dict[int, list[torch.Tensor]] = {}
-        for bucket in self.buckets:
-            for slot in bucket.slots:
-                for start, stop, replicas in placement_of(slot.parameter).summed(self.mesh.tp.rank):
-                    by_replicas.setdefault(replicas, []).append(bucket.grads[slot.start + start : slot.start + stop])
-        for replicas, ranges in sorted(by_replicas.items()):
+        for replicas, ranges in sorted(self._summed.items()):
             summed = all_reduce_(torch.cat(ranges), self.mesh.subgroup(self.mesh.tp, replicas)).wait()
             for target, source in zip(ranges, summed.split([r.numel() for r in ranges]), strict=True):
                 target.copy_(source)
 
-    def shard_grads(self) -> list[list[torch.Tensor]]:
-        """Per bucket, the reduced gradients that this rank contributes to the norm: every number of the model once over all ranks."""
-        ranks = self.mesh.tp.rank, self.mesh.dp.rank
-        return [[bucket.shard(bucket.grads, ranks[1])[start:stop] for start, stop in bucket.counted(*ranks)] for bucket in self.buckets]
-
     @torch.no_grad()
-    def step(self, scale: torch.Tensor | float = 1.0) -> None:
+    def step(self, scale: torch.Tensor | None = None) -> None:
         """Multiply the gradients by `scale` (clipping), update the master weights, and give every rank the new parameters."""
         for bucket, master in zip(self.buckets, self.masters, strict=True):
-            master.grad = self._owned(bucket, bucket.grads).mul_(scale)
+            master.grad = self._owned(bucket, bucket.grads)
+            if scale is not None:
+                master.grad.mul_(scale)
         self.optimizer.step()
         for master in self.masters:
             master.grad = None
@@ -125,9 +135,9 @@ class Zero:
             owned = self._owned(bucket, bucket.weights)
             owned.copy_(master)  # rounds to bf16; for float32 both are the same memory
             if self.stage == 1:
-                sent.append((bucket, all_gather(owned, self.mesh.dp)))
-        for bucket, pending in sent:
-            bucket.weights.copy_(pending.wait())
+                sent.append(all_gather(owned, self.mesh.dp, out=bucket.weights))
+        for pending in sent:
+            pending.wait()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Masters and optimizer state of this rank, by kind and bucket number. State that an optimizer has not made yet is absent."""

@@ -31,9 +31,9 @@ def run(
             batch = microbatches[number]
             match action.kind:
                 case "RF":
-                    _open(channels.activations_in).post(batch.hidden, batch.dtype, device)
+                    _open(channels.activations_in).post(batch.hidden, batch.dtype, device, number)
                 case "RB":
-                    _open(channels.gradients_in).post(batch.hidden, batch.dtype, device)
+                    _open(channels.gradients_in).post(batch.hidden, batch.dtype, device, number)
                 case "F":
                     h = None if stage.first else _open(channels.activations_in).take()
                     output = stage.forward(number, batch.ids, batch.targets, h, train=train)
@@ -45,9 +45,9 @@ def run(
                     grad = None if stage.last else _open(channels.gradients_in).take()
                     ready[f"SB{number}"] = stage.backward(number, grad)
                 case "SF":
-                    _open(channels.activations_out).send(_made(ready.pop(f"SF{number}")))
+                    _open(channels.activations_out).send(_made(ready.pop(f"SF{number}")), number)
                 case "SB":
-                    _open(channels.gradients_out).send(_made(ready.pop(f"SB{number}")))
+                    _open(channels.gradients_out).send(_made(ready.pop(f"SB{number}")), number)
                 case _:
                     raise AssertionError(f"no rule to run {action}")
         channels.flush()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -35,7 +36,7 @@ class Stage:
 
     def __init__(self, module: nn.Module, *, first: bool, last: bool, loss: Loss) -> None:
         self.module, self.first, self.last, self._loss = module, first, last, loss
-        self._in_flight: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._in_flight: dict[int, tuple[torch.Tensor | None, torch.Tensor | GradientEdge]] = {}
 
     def forward(self, microbatch: int, ids: torch.Tensor, targets: torch.Tensor, h: torch.Tensor | None, *, train: bool) -> torch.Tensor:
         """The hidden states for the next stage, or the loss on the last."""
@@ -45,8 +46,8 @@ class Stage:
             output: torch.Tensor = self.module(ids, h)
             if self.last:
                 output = self._loss(output, targets)
-        if train:
-            self._in_flight[microbatch] = (h, output)
+        if train:  # the graph's end is enough for backward: the output itself may go once it has been sent
+            self._in_flight[microbatch] = (h, output if self.last else get_gradient_edge(output))
         return output.detach()
 
     def backward(self, microbatch: int, grad: torch.Tensor | None) -> torch.Tensor | None:

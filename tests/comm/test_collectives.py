@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pymesh3d.comm.collectives import all_gather, all_reduce_, all_to_all, barrier, broadcast_, gather_rows, named, reduce_scatter
+from pymesh3d.comm.collectives import all_gather, all_reduce_, all_to_all, broadcast_, gather_rows, named, reduce_scatter
 from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.launch import loopback_store
 from pymesh3d.mesh import Axis, init_mesh
@@ -33,7 +33,6 @@ def values() -> dict[str, Any]:
         "broadcast": broadcast_(x.clone(), axis, 1).tolist(),
         "rows": gather_rows(torch.tensor([me, -me]), mesh.all).tolist(),
     }
-    barrier(mesh.all, mesh.device)
     mesh.close()
     return found
 

@@ -32,13 +32,13 @@ def many_sends() -> list[tuple[float, float, int]]:
     out, into = ends(mesh, Channels(mesh))
     for n in range(COUNT):
         tensor = torch.full((NUMBERS + n,), float(n), dtype=torch.float64)
-        out.send(tensor)
+        out.send(tensor, n)
         del tensor
         torch.full((NUMBERS + n,), 12345.0, dtype=torch.float64)
     time.sleep(0.2 * mesh.rank)  # one side receives later
     received = []
     for n in range(COUNT):
-        into.post((NUMBERS + n,), torch.float64, mesh.device)
+        into.post((NUMBERS + n,), torch.float64, mesh.device, n)
         if n % 2:  # two receives are open at a time
             received += [into.take(), into.take()]
     out.flush()
@@ -55,12 +55,12 @@ def not_contiguous() -> list[list[float]] | None:
     channels = Channels(mesh)
     if mesh.pp.rank == 0:
         assert channels.activations_out is not None
-        channels.activations_out.send(torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True).t())
+        channels.activations_out.send(torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True).t(), 0)
         channels.flush()
         found = None
     else:
         assert channels.activations_in is not None
-        channels.activations_in.post((2, 2), torch.float32, mesh.device)
+        channels.activations_in.post((2, 2), torch.float32, mesh.device, 0)
         found = channels.activations_in.take().tolist()
     mesh.close()
     return found
@@ -77,11 +77,11 @@ def neighbours() -> tuple[tuple[bool, ...], list[float]]:
     every = (channels.activations_in, channels.activations_out, channels.gradients_in, channels.gradients_out)
     for sender in (channels.activations_out, channels.gradients_out):
         if sender is not None:
-            sender.send(torch.tensor([float(mesh.rank)]))
+            sender.send(torch.tensor([float(mesh.rank)]), 0)
     received = []
     for receiver in (channels.activations_in, channels.gradients_in):
         if receiver is not None:
-            receiver.post((1,), torch.float32, mesh.device)
+            receiver.post((1,), torch.float32, mesh.device, 0)
             received.append(receiver.take().item())
     channels.flush()
     mesh.close()
@@ -104,7 +104,7 @@ def wrong_end() -> list[str]:
     mesh = init_mesh(pp=2, device="cpu")
     out, into = ends(mesh, Channels(mesh))
     texts = []
-    for call in (lambda: out.post((1,), torch.float32, mesh.device), lambda: into.send(torch.ones(1))):
+    for call in (lambda: out.post((1,), torch.float32, mesh.device, 0), lambda: into.send(torch.ones(1), 0)):
         with pytest.raises(AssertionError) as caught:
             call()
         texts.append(str(caught.value))
@@ -129,10 +129,10 @@ def lost_peer(dies: int, how: str) -> tuple[str, float] | None:
     try:
         if mesh.rank == 0:
             for _ in range(20):  # the system takes some of it without the peer
-                out.send(torch.zeros(1_000_000))
+                out.send(torch.zeros(1_000_000), 5)
             out.flush()
         else:
-            into.post((4,), torch.float32, mesh.device)
+            into.post((4,), torch.float32, mesh.device, 5)
             into.take()
     except DistributedError as error:
         return str(error), time.monotonic() - began
@@ -145,5 +145,5 @@ def test_a_lost_peer_is_an_error_within_seconds(fresh_ranks: Ranks, dies: int, h
     found = fresh_ranks(2, lost_peer, dies, how, timeout=30.0, expect_dead=[dies] if how == "killed" else [])
     left, operation = 1 - dies, "receive of activations" if dies == 0 else "send of activations"
     text, seconds = found[left]
-    assert f"rank {left}: {operation} over axis pp with ranks [{dies}] failed after " in text
+    assert f"rank {left}: {operation} of microbatch 5 over axis pp with ranks [{dies}] failed after " in text
     assert seconds < 4.0
