@@ -31,6 +31,7 @@ STEP = re.compile(r"(?:^|\x1b\[2K) +\d+ +\d+\.\d{4} ", re.MULTILINE)
 def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes import pymesh3d of this checkout; nothing of an outer launch is seen."""
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads wait for each other where cores are few
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
 

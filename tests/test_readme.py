@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,55 +15,61 @@ import pytest
 from pymesh3d.bench import tables
 from pymesh3d.cli import parser
 from pymesh3d.config import ModelConfig
-from pymesh3d.launch import launch
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PYTHON = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 
 
-@pytest.fixture(autouse=True)
-def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scripts import pymesh3d of this checkout and run on the CPU, outside of any launch."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def printed(code: str, ranks: int, folder: Path, capfd: pytest.CaptureFixture[str]) -> str:
-    """What the script prints as that many ranks."""
+def printed(code: str, ranks: int, folder: Path) -> str:
+    """What the script prints as that many ranks on the CPU; as one it is started plainly, without torchrun or `launch`."""
     script = folder / "train.py"
     script.write_text(code)
-    status = launch([str(script)], ranks)
-    out, err = capfd.readouterr()
-    assert (status, err) == (0, "")
-    return out
+    launcher = ["-c", f"import sys; from pymesh3d.launch import launch; sys.exit(launch([{str(script)!r}], {ranks}))"]
+    done = subprocess.run(
+        [sys.executable, *(launcher if ranks > 1 else [str(script)])],
+        env={name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},  # threads wait for each other where cores are few
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done
+    return done.stdout
 
 
-def test_the_training_script(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """On 1, 2 and 4 ranks: the mesh that it says, and the same losses and norms. All ten steps on 1 rank, three on more."""
-    curves = []
+def curve(out: str, mesh: str, steps: int) -> list[tuple[float, float]]:
+    """Loss and norm of each step, after looking at the rest of what the training script printed."""
+    assert out.startswith(f"{mesh} rank(s) on 1 host(s), cpu\n")
+    found = re.findall(r"^step (\d+)  loss (\d\.\d{4})  gradient norm (\d+\.\d{3})$", out, re.MULTILINE)
+    assert [int(step) for step, _, _ in found] == list(range(1, steps + 1))
+    return [(float(loss), float(norm)) for _, loss, norm in found]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
+    """All ten steps of the training script."""
+    return curve(printed(PYTHON[0], 1, tmp_path_factory.mktemp("one")), "pp 1 x dp 1 x tp 1 = 1", 10)
+
+
+def test_the_training_script_trains(one_process: list[tuple[float, float]]) -> None:
+    losses = [loss for loss, _ in one_process]
+    assert losses[0] == pytest.approx(5.55, abs=0.05) and losses[-1] < 4.8
+
+
+@pytest.mark.parametrize(("ranks", "mesh"), [(2, "pp 1 x dp 1 x tp 2"), (4, "pp 2 x dp 1 x tp 2")])
+def test_the_training_script_on_more_ranks(tmp_path: Path, one_process: list[tuple[float, float]], ranks: int, mesh: str) -> None:
+    """The same numbers; three steps are enough to see it."""
     assert PYTHON[0].count("range(10)") == 1
-    for ranks, steps, mesh in ((1, 10, "pp 1 x dp 1 x tp 1"), (2, 3, "pp 1 x dp 1 x tp 2"), (4, 3, "pp 2 x dp 1 x tp 2")):
-        out = printed(PYTHON[0].replace("range(10)", f"range({steps})"), ranks, tmp_path, capfd)
-        assert out.startswith(f"{mesh} = {ranks} rank(s) on 1 host(s), cpu\n")
-        found = re.findall(r"^step (\d+)  loss (\d\.\d{4})  gradient norm (\d+\.\d{3})$", out, re.MULTILINE)
-        assert [int(step) for step, _, _ in found] == list(range(1, steps + 1))
-        curves.append([(float(loss), float(norm)) for _, loss, norm in found])
-    for curve in curves[1:]:
-        for (loss, norm), (expected_loss, expected_norm) in zip(curve, curves[0], strict=False):
-            assert loss == pytest.approx(expected_loss, abs=2e-4) and norm == pytest.approx(expected_norm, abs=2e-3)
-    losses = [loss for loss, _ in curves[0]]
-    assert losses[0] == pytest.approx(5.55, abs=0.05) and losses[-1] == min(losses) < 4.8
+    out = printed(PYTHON[0].replace("range(10)", "range(3)"), ranks, tmp_path)
+    for (loss, norm), (expected_loss, expected_norm) in zip(curve(out, f"{mesh} = {ranks}", 3), one_process, strict=False):
+        assert loss == pytest.approx(expected_loss, abs=2e-4) and norm == pytest.approx(expected_norm, abs=2e-3)
 
 
-def test_the_layers_in_a_model_of_ones_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    one, two = (printed(PYTHON[1], ranks, tmp_path, capfd) for ranks in (1, 2))
-    found = [re.fullmatch(r"loss (0\.\d{4})\n", out) for out in (one, two)]
-    assert found[0] and found[1]
-    assert float(found[0][1]) == pytest.approx(float(found[1][1]), abs=2e-4) and float(found[0][1]) < 0.6
+def test_the_layers_in_a_model_of_ones_own(tmp_path: Path) -> None:
+    one, two = (re.fullmatch(r"loss (0\.\d{4})\n", printed(PYTHON[1], ranks, tmp_path)) for ranks in (1, 2))
+    assert one and two
+    assert float(one[1]) == pytest.approx(float(two[1]), abs=2e-4) and float(one[1]) < 0.6
     assert len(PYTHON) == 2, "a new example needs a test"
 
 
@@ -95,5 +104,6 @@ def test_every_target_and_test_exists() -> None:
     assert all((ROOT / path).exists() for path in re.findall(r"`((?:pymesh3d|tests|bench)/[\w/.]+)`", README))
 
 
-def test_the_tables_are_those_of_the_results() -> None:
+def test_the_tables_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     assert tables.fill(README) == README, "run python -m pymesh3d.bench.tables"

@@ -14,7 +14,6 @@ RECORDS = {
     "train.json": {
         **WHERE,
         "cards": [{"name": "NVIDIA H100"}] * 2,
-        "bounds": [0.1, 0.01],
         "rows": [
             {"tp": 1, "pp": 1, "dp": 1, "loss_first": 5.5496, "loss_last": 2.5, "largest_difference": 0.0, "mean_difference": 0.0},
             {"tp": 2, "pp": 1, "dp": 1, "loss_first": 5.5497, "loss_last": 2.51, "largest_difference": 0.0123, "mean_difference": 0.001},
@@ -36,7 +35,7 @@ TABLES = {
 | 1 x 1 x 1 | 5.5496 | 2.5000 | 0.0e+00 | 0.0e+00 |
 | 2 x 1 x 1 | 5.5497 | 2.5100 | 1.2e-02 | 1.0e-03 |
 
-Bounds: 0.1 for a step, 0.01 on average. 2 x NVIDIA H100, torch 2.13.0, triton 3.9.0, 2025-01-31; `pymesh3d bench train`.""",
+Bounds: 0.15 for a step, 0.02 on average. 2 x NVIDIA H100, torch 2.13.0, triton 3.9.0, 2025-01-31; `pymesh3d bench train`.""",
     "check": """| layouts | loss | gradients | parameters after 3 AdamW steps |
 | --- | ---: | ---: | ---: |
 | 2 | 4.0e-16 | 3.0e-15 | 5.0e-13 |""",

@@ -48,6 +48,7 @@ def test_a_row_is_of_the_steady_half_and_the_worst_step() -> None:
 def test_one_run_is_the_main_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one process, for real; and one that the main job refuses."""
     monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     small = ["--device=cpu", "--seq=16", "--global-batch-size=2", "--steps=2"]
     lines = train.run({"tp": 1, "pp": 1, "dp": 1}, small)
     assert [line["step"] for line in lines] == [1, 2] and [line["tokens"] for line in lines] == [32, 32]
