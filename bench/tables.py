@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .train import BOUNDS
+
 RESULTS = Path("bench/results")
 
 
@@ -41,7 +43,7 @@ def train(record: Mapping[str, Any]) -> str:
         for row in record["rows"]
     ]
     table = _markdown(["tp x pp x dp", "first loss", "loss after 100 steps", "largest difference of a step", "mean difference"], rows)
-    largest, mean = record["bounds"]
+    largest, mean = BOUNDS["bfloat16" if record["cards"] else "float32"]
     return f"{table}\n\nBounds: {largest:g} for a step, {mean:g} on average. {_source(record)}; `pymesh3d bench train`."
 
 
