@@ -294,16 +294,19 @@ def test_ctrl_c_ends_all_processes_quietly() -> None:
 
 def test_a_closed_pipe_ends_training_quietly() -> None:
     """`pymesh3d train | head -5`, in one process and in two."""
-    for options in ([], ["--dp", "2"]):
-        process = command("train", *SMALL, "--steps", "100000", *options)
-        assert process.stdout is not None and process.stderr is not None, "both are pipes"
-        assert [process.stdout.readline() for _ in range(5)][-1] != ""
-        process.stdout.close()
-        try:
+    both = [command("train", *SMALL, "--steps", "100000", "--dp", ranks) for ranks in ("1", "2")]
+    try:
+        for process in both:
+            assert process.stdout is not None, "output goes into a pipe"
+            assert [process.stdout.readline() for _ in range(5)][-1] != ""
+            process.stdout.close()
+        for process in both:
             process.wait(20)
-        finally:
+            assert process.stderr is not None and process.stderr.read() == ""
+            assert process.returncode in (130, 141)
+    finally:
+        for process in both:
             process.kill()
-        assert process.returncode in (130, 141) and process.stderr.read() == ""
 
 
 def test_what_a_newcomer_sees(tmp_path: Path) -> None:

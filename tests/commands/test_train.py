@@ -223,6 +223,6 @@ def test_files_are_checked_before_anything_runs(text: str, tmp_path: Path, monke
 
 def test_a_picture_needs_matplotlib(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"drawing needs matplotlib\. pip install 'pymesh3d\[plot\]', or leave --out away"):
+    with pytest.raises(ConfigError, match=r"drawing needs matplotlib\. pip install matplotlib, or leave --out away"):
         train.prepare(job(text, out="loss.png"))
     train.prepare(job(text))
