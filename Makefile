@@ -1,4 +1,4 @@
-# make demo       installs into .venv and trains a small model on tp 2 x pp 2 x dp 2
+# make demo       installs into .venv and trains a small model on tp 2 x pp 2 x dp 2; its loss curve is loss.png
 # make test       installs into .venv, then linter, type checker and tests
 # make test-long  the long loops; their log goes to bench/results/
 # make test-gpu   the tests that need a CUDA device
@@ -18,7 +18,7 @@ SOURCES  := pyproject.toml setup.py pymesh3d/__init__.py $(wildcard csrc/*)
 .PHONY: demo test test-long test-gpu clean
 
 demo: $(VENV)/installed
-	$(PY) -m pymesh3d train --tp 2 --pp 2 --dp 2
+	$(PY) -m pymesh3d train --tp 2 --pp 2 --dp 2 --out loss.png
 
 test: $(VENV)/installed-dev
 	$(PY) -m ruff check .
@@ -49,8 +49,8 @@ $(VENV)/ready:
 	fi
 	touch $@
 
-# `[dev]` for installed-dev, nothing for installed. A GPU machine may be offline: what its packages lack is fetched only if a registry answers.
-$(VENV)/installed:     EXTRAS :=
+# `[dev]` for installed-dev, `[plot]` for installed. A GPU machine may be offline: what its packages lack is fetched only if a registry answers.
+$(VENV)/installed:     EXTRAS := [plot]
 $(VENV)/installed-dev: EXTRAS := [dev]
 $(VENV)/installed $(VENV)/installed-dev: $(VENV)/ready $(SOURCES)
 	if [ -f $(VENV)/keep.txt ]; then \

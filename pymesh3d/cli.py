@@ -24,6 +24,7 @@ from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.launch import is_child, launch, watch_parent
 
 BENCHMARKS = ("philox", "train")
+SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
 WAIT_FOR_THE_END = 2.0  # seconds in which `launch` ends all ranks, so that the others need not complain of the one that cannot print
 
 
@@ -98,8 +99,9 @@ def _train(one: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--max-norm", type=float, metavar="X", default=defaults.max_norm, help="clip the gradient norm to this; 0 switches clipping off"
     )
-    how.add_argument("--dtype", default=defaults.dtype, help=f"of parameters and activations: {', '.join(DTYPES)}")
-    how.add_argument("--reduce-dtype", metavar="DTYPE", help="what gradients are rounded to when sent (default: dtype)")
+    names = ", ".join((*DTYPES, *SHORT_DTYPES))
+    how.add_argument("--dtype", type=_dtype, default=defaults.dtype, help=f"of parameters and activations: {names}")
+    how.add_argument("--reduce-dtype", type=_dtype, metavar="DTYPE", help="what gradients are rounded to when sent (default: dtype)")
     how.add_argument("--seed", type=int, metavar="N", default=defaults.seed, help="of initial weights and of the order of the data")
     how.add_argument("--schedule", choices=SCHEDULES, default=defaults.schedule, type=str.lower, help="order of the pipeline")
     how.add_argument(
@@ -125,8 +127,15 @@ def _world() -> int:
     return int(text)
 
 
+def _dtype(name: str) -> str:
+    return SHORT_DTYPES.get(name, name)
+
+
 def job_of(args: argparse.Namespace) -> train.Job:
     """The job that the arguments of `train` ask for, with its layout resolved. Raises ConfigError."""
+    for axis in ("tp", "pp"):
+        if getattr(args, axis) == -1:
+            raise ConfigError(f"--{axis} -1", "only --dp can be left open", f"Give --{axis} a size of 1 or more")
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda", "torch sees no GPU here", "Use --device cpu")

@@ -10,6 +10,7 @@ import math
 import os
 import resource
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -81,6 +82,8 @@ def prepare(job: Job) -> Batches:
         require_writable(option, file)
     if job.save and Path(job.save).exists() and not Path(job.save).is_dir():
         raise CheckpointError(f"--save {job.save}", "it is a file, and checkpoints go into a folder", "Choose another name")
+    if job.save:
+        require_writable_folder("--save", Path(job.save))
     goes_on = job.save and job.resume and Path(job.save).resolve() == Path(job.resume).resolve()
     if job.save and not goes_on and newest(Path(job.save)) is not None:
         raise CheckpointError(
@@ -90,6 +93,16 @@ def prepare(job: Job) -> Batches:
         raise CheckpointError(f"--resume {job.resume}", "holds no complete checkpoint", "Give the directory that --save wrote to")
     corpus = load_corpus(job.data, job.model.vocab, job.train.seq)
     return Batches(corpus, job.train.seq, job.train.global_batch, job.train.seed)
+
+
+def require_writable_folder(option: str, folder: Path) -> None:
+    """Refuse, before hours of training, a folder that cannot be made or written to. Raises ConfigError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{option} {folder}", f"cannot be written to ({error.strerror})", "Choose another folder") from error
 
 
 def require_writable(option: str, file: str | None) -> None:
