@@ -15,7 +15,8 @@ AXES = ("pp", "dp", "cp", "tp")  # outer to inner: neighbouring ranks share a tp
 
 def divisors(n: int) -> list[int]:
     """All positive divisors of `n`, ascending."""
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
 
 
 def require_positive(name: str, value: object) -> None:

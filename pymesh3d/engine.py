@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pymesh3d.comm.collectives import all_reduce_, gather_rows, named
+from pymesh3d.comm.collectives import all_reduce_, gather_rows
 from pymesh3d.comm.p2p import Channels
 from pymesh3d.comm.whole import whole
 from pymesh3d.config import ModelConfig, TrainConfig, validate
@@ -19,7 +19,7 @@ from pymesh3d.dp.norm import clip_factor, gradient_norm
 from pymesh3d.dp.zero import Zero
 from pymesh3d.errors import ConfigError
 from pymesh3d.initial import materialize
-from pymesh3d.mesh import Mesh, exchange_text, require_equal
+from pymesh3d.mesh import Mesh, exchange_text, named, require_equal
 from pymesh3d.models.llama import Llama, initialize_, plan
 from pymesh3d.placement import placement_of
 from pymesh3d.planner.model import layer_parameters
@@ -46,7 +46,7 @@ def parallelize(model: Llama, mesh: Mesh, config: TrainConfig | None = None, *, 
     `optimizer` makes a torch optimizer from parameter groups (default: AdamW with the values of `config`).
     Raises ConfigError, before any communication, when model, layout and training do not fit together.
     """
-    config = config or TrainConfig()
+    config = TrainConfig() if config is None else config
     validate(model.config, mesh.layout, config)
     require_equal(exchange_text(f"{model.config} {config}", mesh.device), "configuration")
     on_meta = any(parameter.is_meta for parameter in model.parameters())
@@ -185,7 +185,7 @@ class Engine:
         return self._schedules[key]
 
     def _prepare(self, batch: tuple[torch.Tensor, torch.Tensor]) -> list[Microbatch]:
-        ids, targets = (part.to(self.mesh.device, non_blocking=True) for part in self._checked(batch))
+        ids, targets = (part.to(self.mesh.device, torch.int64, non_blocking=True) for part in self._checked(batch))
         self._divisor = all_reduce_((targets != IGNORE_INDEX).sum(), self.mesh.dp).wait().clamp(min=1)
         number = math.ceil(ids.shape[0] / self.config.micro_batch)
         held = ids.shape[1] // (self.mesh.tp.size if self.config.sequence_parallel else 1)
@@ -194,7 +194,13 @@ class Engine:
         return [Microbatch(i, t, (held * i.shape[0], self.model.config.dim), dtype) for i, t in pairs]
 
     def _checked(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        if not (isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(part, torch.Tensor) for part in batch)):
+            raise ConfigError(f"a batch of type {type(batch).__name__}", "it must be two torch tensors", "Give (token ids, targets)")
         ids, targets = batch
+        if not {ids.dtype, targets.dtype} <= {torch.int32, torch.int64}:
+            raise ConfigError(
+                f"token ids of {ids.dtype}, targets of {targets.dtype}", "both must be whole numbers, int32 or int64", "Use .long()"
+            )
         if ids.ndim != 2 or ids.shape != targets.shape or not ids.numel():
             raise ConfigError(
                 f"token ids {tuple(ids.shape)}, targets {tuple(targets.shape)}",

@@ -5,11 +5,13 @@ Ranks are numbered with tp innermost, so tp groups are neighbours and stay insid
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import os
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -39,6 +41,24 @@ class Axis:
         return len(self.ranks)
 
 
+@contextlib.contextmanager
+def named(operation: str, axis: Axis) -> Iterator[None]:
+    """Turn what torch.distributed raises inside into a DistributedError that says who waited for whom, and how long."""
+    began = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, DistributedError):
+            raise
+        peers = [rank for rank in axis.ranks if rank != axis.ranks[axis.rank]]
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DistributedError(
+            f"rank {axis.ranks[axis.rank]}: {operation} over axis {axis.name} with ranks {peers} failed "
+            f"after {time.monotonic() - began:.1f} s: "
+            f"{reason}. One of these ranks has probably stopped; its own output says why"
+        ) from error
+
+
 class Mesh:
     """A grid of ranks. Make it with `init_mesh`; `print(mesh)` shows it.
 
@@ -57,9 +77,7 @@ class Mesh:
         self._owns_process_group = owns_process_group
         self._subgroups: dict[tuple[str, int], Axis] = {}
         self._groups: list[dist.ProcessGroup] = []
-        world_group = dist.group.WORLD
-        assert world_group is not None, "a mesh needs an initialised process group"
-        self.all = Axis("all", self.rank, tuple(range(layout.world)), world_group)
+        self.all = _everyone()
         # Our own groups under the DeviceMesh: those that it makes itself wait 30 minutes, whatever the limit of the process group.
         axes = [self.new_lines(name, self.along(name).tolist())[0] for name in AXES]
         self.pp, self.dp, self.cp, self.tp = axes
@@ -100,7 +118,8 @@ class Mesh:
         """A process group for each line of ranks; every rank of the mesh must call with the same. Returns those with this rank."""
         mine = []
         for ranks in lines:
-            group = dist.new_group(list(ranks), timeout=self._timeout)
+            with named(f"connecting the {name} groups", self.all):
+                group = dist.new_group(list(ranks), timeout=self._timeout)
             if self.rank in ranks:
                 self._groups.append(group)
                 mine.append(Axis(name, list(ranks).index(self.rank), tuple(ranks), group))
@@ -201,22 +220,29 @@ def _join(device: torch.device, world: int, timeout_s: float) -> None:
         ) from error
 
 
-def exchange_text(text: str, device: torch.device) -> list[str]:
+def exchange_text(text: str, device: torch.device, operation: str = "comparing what each rank has") -> list[str]:
     """The text of every rank, in rank order. All ranks must call; raises DistributedError when one does something else meanwhile."""
     data = text.encode()
-    lengths = [divmod(int(length), 2**32) for length in _of_everyone(torch.tensor([TEXT_MARK << 32 | len(data)], device=device))]
+    lengths = [divmod(int(length), 2**32) for length in _of_everyone(torch.tensor([TEXT_MARK << 32 | len(data)], device=device), operation)]
     elsewhere = [rank for rank, (mark, _) in enumerate(lengths) if mark != TEXT_MARK]
     if elsewhere:
         raise DistributedError(f"rank {dist.get_rank()}: ranks {elsewhere} are doing something else. All ranks must take part")
     longest = max(length for _, length in lengths)
     mine = torch.frombuffer(bytearray(data.ljust(longest + 1, b"\0")), dtype=torch.uint8).to(device)
-    return [row.cpu().numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in _of_everyone(mine)]
+    return [row.cpu().numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in _of_everyone(mine, operation)]
 
 
-def _of_everyone(x: torch.Tensor) -> list[torch.Tensor]:
+def _of_everyone(x: torch.Tensor, operation: str) -> list[torch.Tensor]:
     out = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(out, x)
+    with named(operation, _everyone()):
+        dist.all_gather(out, x)
     return out
+
+
+def _everyone() -> Axis:
+    group = dist.group.WORLD
+    assert group is not None, "ranks meet before they talk"
+    return Axis("all", dist.get_rank(), tuple(range(dist.get_world_size())), group)
 
 
 def require_equal(texts: Sequence[str], what: str) -> None:

@@ -305,3 +305,24 @@ def test_layers_are_spread_with_the_head_as_a_layer() -> None:
     assert stage_layers(SMALL, 4) == [range(0, 1), range(1, 2), range(2, 3), range(3, 4)]
     large_head = dataclasses.replace(SMALL, vocab=200_000)
     assert stage_layers(large_head, 2) == [range(0, 3), range(3, 4)]
+
+
+def refused_batches() -> list[str]:
+    mesh = init_mesh(device="cpu")
+    engine = parallelize(Llama(ModelConfig(vocab=16, dim=8, layers=1, heads=2, kv_heads=2, ffn=8), device="meta"), mesh)
+    ids = torch.zeros(2, 4, dtype=torch.int64)
+    texts = []
+    for batch in (None, ids, (ids,), (ids, ids, ids), (ids, [0]), (ids.float(), ids), (ids, ids.to(torch.int16))):
+        with pytest.raises(ConfigError) as caught:
+            engine.train_step(batch)  # type: ignore[arg-type]
+        texts.append(str(caught.value))
+    assert engine.eval_step((ids.int(), ids.int())) == engine.eval_step((ids, ids))
+    mesh.close()
+    return texts
+
+
+def test_a_batch_that_is_no_pair_of_whole_number_tensors_is_refused(ranks: Ranks) -> None:
+    (texts,) = ranks(1, refused_batches)
+    assert all("it must be two torch tensors. Give (token ids, targets)" in text for text in texts[:5])
+    assert texts[5].startswith("token ids of torch.float32, targets of torch.int64: both must be")
+    assert texts[6].startswith("token ids of torch.int64, targets of torch.int16: both must be")

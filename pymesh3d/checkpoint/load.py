@@ -11,7 +11,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from pymesh3d.checkpoint.manifest import digest, file_of, folder_of, newest, read
-from pymesh3d.comm.collectives import named
 from pymesh3d.errors import CheckpointError
 from pymesh3d.mesh import Mesh, exchange_text
 
@@ -30,8 +29,7 @@ def load(
         outcome = f"ok {step}"
     except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
         outcome = f"failed {str(error) or type(error).__name__}"
-    with named("loading a checkpoint, which all ranks must do,", mesh.all):
-        outcomes = exchange_text(outcome, mesh.device)
+    outcomes = exchange_text(outcome, mesh.device, "loading a checkpoint, which all ranks must do,")
     failures = [f"rank {rank}: {text[7:]}" for rank, text in enumerate(outcomes) if text.startswith("failed")]
     if failures:
         raise CheckpointError(

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 
 from pymesh3d.checkpoint.manifest import FORMAT, MANIFEST, digest, file_of, folder_of
-from pymesh3d.comm.collectives import named
 from pymesh3d.errors import CheckpointError
 from pymesh3d.mesh import Mesh, exchange_text
 
@@ -39,8 +38,7 @@ def _together(mesh: Mesh, temporary: Path, action: Callable[[], str]) -> list[st
         outcome = f"ok {action()}"
     except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
         outcome = f"failed {str(error) or type(error).__name__}"
-    with named("saving a checkpoint, which all ranks must do,", mesh.all):
-        outcomes = exchange_text(outcome, mesh.device)
+    outcomes = exchange_text(outcome, mesh.device, "saving a checkpoint, which all ranks must do,")
     failures = [f"rank {rank}: {text[7:]}" for rank, text in enumerate(outcomes) if text.startswith("failed")]
     if failures:
         if mesh.rank == 0:

@@ -5,37 +5,14 @@ Every failure becomes a DistributedError that names the operation, this rank, it
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Iterator
-
 import torch
 import torch.distributed as dist
 
-from pymesh3d.errors import DistributedError
-from pymesh3d.mesh import Axis
+from pymesh3d.mesh import Axis, named
 
 # torch 2.13 renamed these two; 2.11 knows only the old names
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-@contextlib.contextmanager
-def named(operation: str, axis: Axis) -> Iterator[None]:
-    """Turn what torch.distributed raises inside into a DistributedError that says who waited for whom, and how long."""
-    began = time.monotonic()
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, DistributedError):
-            raise
-        peers = [rank for rank in axis.ranks if rank != axis.ranks[axis.rank]]
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DistributedError(
-            f"rank {axis.ranks[axis.rank]}: {operation} over axis {axis.name} with ranks {peers} failed "
-            f"after {time.monotonic() - began:.1f} s: "
-            f"{reason}. One of these ranks has probably stopped; its own output says why"
-        ) from error
 
 
 class Pending:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pymesh3d.comm.collectives import named
-from pymesh3d.mesh import Axis, Mesh
+from pymesh3d.mesh import Axis, Mesh, named
 
 
 class Channel:
