@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ import pytest
 
 from pymesh3d import cli
 from pymesh3d.launch import LOOPBACK
+from tests.processes import gone, until
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--steps", "2", "--seq", "32", "--global-batch-size", "4", "--device", "cpu"]
@@ -230,24 +231,6 @@ def training(*options: str) -> Iterator[Training]:
     finally:
         one.process.kill()
         one.process.wait(10)
-
-
-def until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether `condition` became true within `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def gone(pid: int) -> bool:
-    """Whether the process has ended; one that only waits to be reaped has."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 @needs_proc

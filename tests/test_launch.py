@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from pymesh3d.errors import ConfigError
 from pymesh3d.launch import is_child, launch, watch_parent
+from tests.processes import gone, until
 
 ROOT = Path(__file__).parent.parent
 needs_proc = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc")
@@ -26,25 +26,6 @@ def at_root(monkeypatch):
     monkeypatch.chdir(ROOT)
     for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
-
-
-def until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether `condition` became true within `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def gone(pid: int) -> bool:
-    """Whether the process has ended; one that only waits to be reaped has."""
-    try:
-        os.kill(pid, 0)
-        return Path("/proc/self").exists() and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return True
 
 
 # Children announce themselves by a file that holds their process id, written whole.

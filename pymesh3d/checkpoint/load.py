@@ -11,8 +11,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from pymesh3d.checkpoint.manifest import digest, file_of, folder_of, newest, read
+from pymesh3d.checkpoint.together import together
 from pymesh3d.errors import CheckpointError
-from pymesh3d.mesh import Mesh, exchange_text
+from pymesh3d.mesh import Mesh
 
 
 def load(
@@ -24,24 +25,25 @@ def load(
     Raises CheckpointError that says which rank found what, before any tensor of the caller is touched; DistributedError when a rank
     does not call within the time limit.
     """
-    try:
+    found: dict[str, torch.Tensor] = {}
+
+    def read_mine() -> str:
         step, tensors = _read(directory, expected, about, mesh.rank)
-        outcome = f"ok {step}"
-    except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
-        outcome = f"failed {str(error) or type(error).__name__}"
-    outcomes = exchange_text(outcome, mesh.device, "loading a checkpoint, which all ranks must do,")
-    failures = [f"rank {rank}: {text[7:]}" for rank, text in enumerate(outcomes) if text.startswith("failed")]
+        found.update(tensors)
+        return str(step)
+
+    steps, failures = together(read_mine, mesh, "loading a checkpoint")
     if failures:
         raise CheckpointError(
-            f"checkpoint in {directory}", f"cannot be resumed from ({failures[0]})", f"{len(failures)} of {len(outcomes)} ranks say so"
+            f"checkpoint in {directory}", f"cannot be resumed from ({failures[0]})", f"{len(failures)} of {len(steps)} ranks say so"
         )
-    if len(set(outcomes)) > 1:
+    if len(set(steps)) > 1:
         raise CheckpointError(
             f"checkpoint in {directory}",
-            f"ranks see different newest steps {sorted({int(text[3:]) for text in outcomes})}",
+            f"ranks see different newest steps {sorted(set(map(int, steps)))}",
             "Use a directory that all hosts share",
         )
-    return step, tensors
+    return int(steps[mesh.rank]), found
 
 
 def _read(

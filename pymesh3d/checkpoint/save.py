@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from pymesh3d.checkpoint.manifest import FORMAT, MANIFEST, digest, file_of, folder_of
+from pymesh3d.checkpoint.together import together
 from pymesh3d.errors import CheckpointError
-from pymesh3d.mesh import Mesh, exchange_text
+from pymesh3d.mesh import Mesh
 
 
 def save(directory: Path, step: int, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any], mesh: Mesh) -> Path:
@@ -26,27 +27,22 @@ def save(directory: Path, step: int, tensors: Mapping[str, torch.Tensor], about:
     """
     final = folder_of(directory, step)
     temporary = final.with_name(final.name + ".tmp")
-    _together(mesh, temporary, lambda: _prepare(temporary, final) if mesh.rank == 0 else "")
-    digests = _together(mesh, temporary, lambda: _write(file_of(temporary, mesh.rank), tensors))
-    _together(mesh, temporary, lambda: _finish(temporary, final, step, digests, about) if mesh.rank == 0 else "")
+    _all_or_none(mesh, temporary, lambda: _prepare(temporary, final) if mesh.rank == 0 else "")
+    digests = _all_or_none(mesh, temporary, lambda: _write(file_of(temporary, mesh.rank), tensors))
+    _all_or_none(mesh, temporary, lambda: _finish(temporary, final, step, digests, about) if mesh.rank == 0 else "")
     return final
 
 
-def _together(mesh: Mesh, temporary: Path, action: Callable[[], str]) -> list[str]:
-    """Run `action` here, learn how it went elsewhere, and raise on all ranks if it failed on any."""
-    try:
-        outcome = f"ok {action()}"
-    except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
-        outcome = f"failed {str(error) or type(error).__name__}"
-    outcomes = exchange_text(outcome, mesh.device, "saving a checkpoint, which all ranks must do,")
-    failures = [f"rank {rank}: {text[7:]}" for rank, text in enumerate(outcomes) if text.startswith("failed")]
+def _all_or_none(mesh: Mesh, temporary: Path, action: Callable[[], str]) -> list[str]:
+    """Run `action` on every rank; raise on all of them, and leave nothing half done, if it failed on any."""
+    outcomes, failures = together(action, mesh, "saving a checkpoint")
     if failures:
         if mesh.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
             f"checkpoint {temporary.with_suffix('')}", f"not saved ({'; '.join(failures[:4])})", "Older checkpoints are as they were"
         )
-    return [text[3:] for text in outcomes]
+    return outcomes
 
 
 def _prepare(temporary: Path, final: Path) -> str:

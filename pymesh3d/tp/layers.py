@@ -77,6 +77,12 @@ class _Sharded(nn.Module):
         with torch.no_grad():
             placement_of(parameter).shard(whole, parameter, self.axis.rank)
 
+    def _take_over(self, module: nn.Module) -> None:
+        """Take device and values, by name, of the whole layer that this one (made on the meta device) stands for."""
+        for name, whole in module.named_parameters(recurse=False):
+            materialize(self, whole.device)
+            self._take(self.get_parameter(name), whole)
+
     def _check_features(self, x: torch.Tensor, features: int) -> None:
         if not x.ndim or x.shape[-1] != features:
             raise ConfigError(
@@ -171,10 +177,7 @@ class ColumnParallelLinear(_Sharded):
             device="meta",
             dtype=linear.weight.dtype,
         )
-        materialize(layer, linear.weight.device)
-        layer._take(layer.weight, linear.weight)
-        if layer.bias is not None:
-            layer._take(layer.bias, linear.bias)
+        layer._take_over(linear)
         return layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -235,10 +238,7 @@ class RowParallelLinear(_Sharded):
             device="meta",
             dtype=linear.weight.dtype,
         )
-        materialize(layer, linear.weight.device)
-        layer._take(layer.weight, linear.weight)
-        if layer.bias is not None:
-            layer._take(layer.bias, linear.bias)
+        layer._take_over(linear)
         return layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -312,8 +312,7 @@ class VocabParallelEmbedding(_Sharded):
             device="meta",
             dtype=embedding.weight.dtype,
         )
-        materialize(layer, embedding.weight.device)
-        layer._take(layer.weight, embedding.weight)
+        layer._take_over(embedding)
         return layer
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
