@@ -142,6 +142,8 @@ def _supervise(children: list[subprocess.Popen[bytes]], stopped_by: list[int]) -
             return 128 + stopped_by[0]
         if failed:
             code, rank = min(failed)  # if several ended between two looks, a signal (negative) is the likelier cause
+            for other in _frozen(children):
+                _say(f"rank {other} is frozen (SIGSTOP or the like); the others wait for it")
             _say(f"rank {rank} {_how(code)}" + ("; stopping the others" if None in codes else ""))
             _wait(children, OWN_WORDS, stopped_by)
             _end(children)
@@ -149,6 +151,16 @@ def _supervise(children: list[subprocess.Popen[bytes]], stopped_by: list[int]) -
         if None not in codes:
             return 0
         time.sleep(POLL)
+
+
+def _frozen(children: list[subprocess.Popen[bytes]]) -> list[int]:
+    """The ranks that a signal has stopped, as far as the system tells."""
+    frozen = []
+    for rank, child in enumerate(children):
+        with contextlib.suppress(ChildProcessError):
+            if child.poll() is None and hasattr(os, "waitid") and os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT):
+                frozen.append(rank)
+    return frozen
 
 
 def _how(code: int) -> str:

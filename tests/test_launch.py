@@ -168,10 +168,15 @@ def test_signal_ends_even_stubborn_ranks(tmp_path, number, code):
 
 
 def test_failure_ends_even_stubborn_ranks(tmp_path):
-    with Launcher(STUBBORN + "wait_for(5)\nif rank == 3: sys.exit(9)\ntime.sleep(60)", tmp_path, 4) as parent:
+    with Launcher(STUBBORN + "wait_for(5)\nif rank == 3: time.sleep(0.3); sys.exit(9)\ntime.sleep(60)", tmp_path, 4) as parent:
         children = pids(tmp_path, 5)
         start = time.monotonic()
         assert parent.wait(timeout=5) == 9
+        assert parent.stderr is not None
+        assert parent.stderr.read().splitlines() == [
+            "pymesh3d: rank 0 is frozen (SIGSTOP or the like); the others wait for it",
+            "pymesh3d: rank 3 ended with exit code 9; stopping the others",
+        ]
         assert until(lambda: all(gone(pid) for pid in children), start + 5 - time.monotonic())
 
 

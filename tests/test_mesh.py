@@ -12,16 +12,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
 
 from pymesh3d import mesh as mesh_module
 from pymesh3d.config import AXES, Layout
 from pymesh3d.errors import ConfigError, DistributedError
-from pymesh3d.launch import LOOPBACK
+from pymesh3d.launch import LOOPBACK, launch
 from pymesh3d.mesh import exchange_text, init_mesh
 
 Ranks = Callable[..., list[Any]]
 
-WORDS_OF_TORCHRUN = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+WORDS_OF_TORCHRUN = (
+    "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE"
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -126,6 +129,10 @@ REFUSED = [
     (8, {"device": "tpu"}, "device='tpu': the device must be cpu or cuda. Leave it out to take what this machine has"),
     ("eight", {}, "WORLD_SIZE='eight': the environment variable must be a whole number, 1 or more. Start the program with torchrun"),
     ("-8", {}, "WORLD_SIZE='-8': the environment variable must be a whole number, 1 or more. Start the program with torchrun"),
+    (2, {}, "MASTER_ADDR='', MASTER_PORT=0, WORLD_SIZE=2: ranks must know where they meet. Start the program with torchrun"),
+    (8, {"timeout_s": 0}, "timeout_s=0: the time limit must be a number of seconds above 0. The default is 300.0"),
+    (8, {"timeout_s": float("nan")}, "timeout_s=nan: the time limit must be a number of seconds above 0. The default is 300.0"),
+    (8, {"timeout_s": None}, "timeout_s=None: the time limit must be a number of seconds above 0. The default is 300.0"),
     ("0", {"dp": 1}, "WORLD_SIZE='0': the environment variable must be a whole number, 1 or more. Start the program with torchrun"),
 ]  # fmt: skip
 
@@ -187,10 +194,39 @@ def test_a_port_in_use_is_an_error(alone: pytest.MonkeyPatch) -> None:
             init_mesh(device="cpu", timeout_s=1.0)
 
 
-def test_a_world_without_a_rank_is_an_error(alone: pytest.MonkeyPatch) -> None:
-    alone.setenv("WORLD_SIZE", "2")
-    with pytest.raises(DistributedError, match=r"rank 0 of 2 could not meet the others at \?:\?"):
-        init_mesh(device="cpu", timeout_s=1.0)
+def test_ranks_that_have_not_come_are_named(alone: pytest.MonkeyPatch) -> None:
+    with socket.create_server((LOOPBACK, 0)) as server:
+        free = server.getsockname()[1]
+    launched(alone, free, RANK="0", WORLD_SIZE="4")
+    late = TCPStore(LOOPBACK, free, is_master=True, wait_for_workers=False)
+    alone.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    meeting = PrefixStore("start 0", late)
+    meeting.set("meeting 1/rank 2 is here", "")
+    with pytest.raises(DistributedError, match=r"rank 0 of 4 could not meet .* within 0.5 s: ranks \[1, 3\] have not come\. If"):
+        init_mesh(device="cpu", timeout_s=0.5)
+
+
+def test_a_rank_beyond_the_world_is_refused(alone: pytest.MonkeyPatch) -> None:
+    launched(alone, 29500, RANK="9", WORLD_SIZE="4")
+    with pytest.raises(ConfigError) as refused:
+        init_mesh(device="cpu")
+    assert str(refused.value) == "RANK=9, WORLD_SIZE=4: ranks count from 0 to below the world size. Start the program with torchrun"
+
+
+def meet_twice() -> tuple[float, float]:
+    totals = []
+    for factor in (1.0, 10.0):
+        mesh = init_mesh(device="cpu", tp=2)
+        total = torch.tensor([factor * (mesh.rank + 1)])
+        dist.all_reduce(total, group=mesh.all.group)
+        totals.append(total.item())
+        mesh.close()
+    return totals[0], totals[1]
+
+
+def test_ranks_can_meet_again() -> None:
+    script = "from tests.test_mesh import meet_twice; assert meet_twice() == (3.0, 30.0)"
+    assert launch(["-c", script], 2) == 0
 
 
 def with_another_version(odd: int) -> tuple[str, bool]:
