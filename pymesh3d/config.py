@@ -25,6 +25,30 @@ def require_positive(name: str, value: object) -> None:
         raise ConfigError(f"{name}={value!r}", f"{name} must be a positive integer", f"Try {name}=1 or more")
 
 
+def require_number(name: str, value: object, *, default: object, above_zero: bool = False) -> None:
+    """Refuse anything but a finite number of at least 0, or above 0. Raises ConfigError."""
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if not math.isfinite(number) or number < 0 or (above_zero and number == 0):
+        rule = f"{name} must be a finite number {'above' if above_zero else 'of at least'} 0"
+        raise ConfigError(f"{name}={value!r}", rule, f"The default is {name}={default}")
+
+
+def require_flag(name: str, value: object) -> None:
+    """Refuse anything but True and False. Raises ConfigError."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r}", f"{name} must be true or false", f"Use {name}=False")
+
+
+def require_seed(value: object) -> None:
+    """Refuse anything but an integer of 64 bits without sign. Raises ConfigError."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**64:
+        raise ConfigError(f"seed={value!r}", "a seed must be an integer from 0 to 2**64 - 1", "Use seed=0")
+
+
+def _default(record: Any, name: str) -> object:
+    return type(record).__dataclass_fields__[name].default
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
     """Sizes of the mesh axes; their product is the world size. One of them may be -1 until `resolve` is called."""
@@ -55,7 +79,8 @@ class Layout:
         return math.prod(self.sizes)
 
     def resolve(self, world: int) -> Layout:
-        """The same layout with -1 replaced, checked against `world` ranks."""
+        """The same layout with -1 replaced, checked against `world` ranks. Raises ConfigError."""
+        require_positive("world", world)
         fixed = math.prod(size for size in self.sizes if size != -1)
         free = [axis for axis in AXES if getattr(self, axis) == -1]
         if world % fixed or (not free and fixed != world):
@@ -94,12 +119,8 @@ class ModelConfig:
         for name in ("vocab", "dim", "layers", "heads", "kv_heads", "ffn"):
             require_positive(name, getattr(self, name))
         for name in ("rope_theta", "norm_eps"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-                default = type(self).__dataclass_fields__[name].default
-                raise ConfigError(f"{name}={value!r}", f"{name} must be a finite number above 0", f"The default is {default}")
-        if not isinstance(self.tied, bool):
-            raise ConfigError(f"tied={self.tied!r}", "tied must be true or false", "Use tied=False for a head of its own")
+            require_number(name, getattr(self, name), default=_default(self, name), above_zero=True)
+        require_flag("tied", self.tied)
         if self.dim % self.heads or (self.dim // self.heads) % 2:
             valid = [h for h in divisors(self.dim) if (self.dim // h) % 2 == 0]
             raise ConfigError(
@@ -124,18 +145,21 @@ class ModelConfig:
         """A model by its name in `MODELS`, or from a JSON file that holds fields of this record."""
         if name_or_file in MODELS:
             return MODELS[name_or_file]
-        path = Path(name_or_file)
-        if not path.is_file():
+        path = Path(name_or_file) if isinstance(name_or_file, str) else None
+        if path is None or not path.is_file():
             raise ConfigError(f"model {name_or_file!r}", "neither a known name nor a file", f"Known names: {', '.join(MODELS)}")
         try:
             fields: Any = json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise ConfigError(f"model file {path}", f"not readable as JSON ({error})", "See README for an example") from error
+            raise ConfigError(f"model file {path}", f"not readable as JSON ({error})", f"It may hold {EXAMPLE}") from error
         known = {field.name for field in dataclasses.fields(ModelConfig)}
         if not isinstance(fields, dict) or not set(fields) <= known:
             extra = sorted(set(fields) - known) if isinstance(fields, dict) else fields
-            raise ConfigError(f"model file {path} with {extra}", "unknown fields", f"Fields are: {', '.join(sorted(known))}")
+            raise ConfigError(f"model file {path} with {extra}", "unknown fields", f"It may hold {EXAMPLE}")
         return ModelConfig(**fields)
+
+
+EXAMPLE = json.dumps({field.name: field.default for field in dataclasses.fields(ModelConfig)})
 
 
 MODELS = {
@@ -187,24 +211,24 @@ class TrainConfig:
         self._one_of("dtype", DTYPES)
         if self.reduce_dtype is not None:
             self._one_of("reduce_dtype", DTYPES)
+        for name in ("sequence_parallel", "compile"):
+            require_flag(name, getattr(self, name))
         for name in ("lr", "weight_decay", "eps"):
-            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
-            if not math.isfinite(value) or value < 0:
-                raise ConfigError(f"{name}={value}", f"{name} must be finite and at least 0", f"Try the default {name}={default}")
-        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ConfigError(f"betas={self.betas}", "betas must be two numbers from 0 to below 1", "Try the default betas=(0.9, 0.95)")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
-            raise ConfigError(f"seed={self.seed!r}", "a seed must be an integer from 0 to 2**64 - 1", "Use seed=0")
-        if self.max_norm is not None and not self.max_norm > 0:
-            raise ConfigError(f"max_norm={self.max_norm}", "max_norm must be above 0", "Use max_norm=None to switch clipping off")
+            require_number(name, getattr(self, name), default=_default(self, name))
+        pair = isinstance(self.betas, tuple | list) and len(self.betas) == 2
+        if not pair or not all(isinstance(beta, int | float) and 0.0 <= beta < 1.0 for beta in self.betas):
+            raise ConfigError(f"betas={self.betas!r}", "betas must be two numbers from 0 to below 1", "The default is betas=(0.9, 0.95)")
+        require_seed(self.seed)
+        if self.max_norm is not None:
+            require_number("max_norm", self.max_norm, default="1.0, and max_norm=None switches clipping off", above_zero=True)
 
     def _one_of(self, name: str, allowed: tuple[Any, ...]) -> None:
         value = getattr(self, name)
-        if value not in allowed:
+        if value not in allowed or isinstance(value, bool):
             raise ConfigError(
                 f"{name}={value!r}",
                 f"{name} must be one of {', '.join(map(str, allowed))}",
-                f"The default is {type(self).__dataclass_fields__[name].default}",
+                f"The default is {_default(self, name)}",
             )
 
 

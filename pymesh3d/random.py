@@ -6,14 +6,13 @@ import hashlib
 
 import torch
 
-from pymesh3d.errors import ConfigError
+from pymesh3d.config import require_seed
 from pymesh3d.triton_kernels.philox import Kind, philox_fill_
 
 
 def parameter_key(seed: int, name: str) -> int:
     """The 64-bit key of the stream that fills parameter `name`; `seed` is an integer of 0 .. 2^64 - 1, anything else is a ConfigError."""
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**64:
-        raise ConfigError(f"seed={seed!r}", "a seed must be an integer from 0 to 2**64 - 1", "Use seed=0")
+    require_seed(seed)
     digest = hashlib.blake2b(seed.to_bytes(8, "little") + name.encode(), digest_size=8, person=b"pymesh3d init", usedforsecurity=False)
     return int.from_bytes(digest.digest(), "little")
 

@@ -193,12 +193,25 @@ def test_models_come_from_files(tmp_path: Path) -> None:
     for text, words in (
         ("{", "not readable as JSON"),
         ("[1]", "unknown fields"),
-        ('{"dims": 64}', "['dims']: unknown fields. Fields are: dim, ffn"),
+        ('{"dims": 64}', "['dims']: unknown fields. It may hold"),
     ):
         file.write_text(text)
         with pytest.raises(ConfigError) as caught:
             ModelConfig.load(str(file))
         assert words in str(caught.value) and str(file) in str(caught.value)
+        file.write_text(caught.value.instead.removeprefix("It may hold "))
+        assert ModelConfig.load(str(file)) == ModelConfig()
+
+
+@pytest.mark.parametrize("world", [None, 0, -1, 2.0])
+def test_a_world_is_a_positive_number(world: object) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"world={world!r}: world must be a positive integer. Try world=1 or more")):
+        Layout(dp=-1).resolve(world)  # type: ignore[arg-type]
+
+
+def test_a_model_is_a_name() -> None:
+    with pytest.raises(ConfigError, match="model None: neither a known name nor a file"):
+        ModelConfig.load(None)  # type: ignore[arg-type]
 
 
 def test_divisors() -> None:
@@ -209,10 +222,21 @@ def test_divisors() -> None:
     ("record", "fields", "text"),
     [
         (ModelConfig, {"tied": "no"}, "tied='no': tied must be true or false"),
-        (ModelConfig, {"norm_eps": -1.0}, "norm_eps=-1.0: norm_eps must be a finite number above 0. The default is 1e-05"),
+        (ModelConfig, {"norm_eps": -1.0}, "norm_eps=-1.0: norm_eps must be a finite number above 0. The default is norm_eps=1e-05"),
         (ModelConfig, {"rope_theta": math.inf}, "rope_theta=inf: rope_theta must be a finite number above 0"),
         (TrainConfig, {"seed": -1}, "seed=-1: a seed must be an integer from 0 to 2**64 - 1. Use seed=0"),
         (TrainConfig, {"seed": 2**64}, "seed=18446744073709551616: a seed must be"),
+        (TrainConfig, {"seed": True}, "seed=True: a seed must be"),
+        (TrainConfig, {"lr": "1e-3"}, "lr='1e-3': lr must be a finite number of at least 0. The default is lr=0.001"),
+        (TrainConfig, {"weight_decay": None}, "weight_decay=None: weight_decay must be a finite number of at least 0"),
+        (TrainConfig, {"eps": True}, "eps=True: eps must be a finite number of at least 0"),
+        (TrainConfig, {"betas": None}, "betas=None: betas must be two numbers"),
+        (TrainConfig, {"betas": (0.9, "x")}, "betas=(0.9, 'x'): betas must be two numbers"),
+        (TrainConfig, {"max_norm": math.inf}, "max_norm=inf: max_norm must be a finite number above 0"),
+        (TrainConfig, {"max_norm": "1"}, "max_norm='1': max_norm must be a finite number above 0"),
+        (TrainConfig, {"sequence_parallel": 1}, "sequence_parallel=1: sequence_parallel must be true or false"),
+        (TrainConfig, {"compile": None}, "compile=None: compile must be true or false"),
+        (TrainConfig, {"zero_stage": True}, "zero_stage=True: zero_stage must be one of 0, 1"),
     ],
 )
 def test_single_values(record: type, fields: dict[str, object], text: str) -> None:

@@ -53,7 +53,7 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": 
 
 def build(name: str, pp: int, microbatches: int) -> Schedule:
     """The schedule called `name`, in capitals or not. Raises ConfigError for an unknown name and for sizes below 1."""
-    if name.lower() not in SCHEDULES:
+    if str(name).lower() not in SCHEDULES:
         raise ConfigError(f"schedule {name!r}", "there is no schedule of that name", f"Use one of {', '.join(SCHEDULES)}")
     return SCHEDULES[name.lower()](pp, microbatches)
 
