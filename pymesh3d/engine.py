@@ -49,6 +49,7 @@ def parallelize(model: Llama, mesh: Mesh, config: TrainConfig | None = None, *, 
     config = TrainConfig() if config is None else config
     validate(model.config, mesh.layout, config)
     require_equal(exchange_text(f"{model.config} {config}", mesh.device), "configuration")
+    adamw = functools.partial(torch.optim.AdamW, lr=config.lr, betas=config.betas, eps=config.eps, fused=mesh.device.type == "cuda")
     on_meta = any(parameter.is_meta for parameter in model.parameters())
 
     # Tensor parallelism first, on the whole model: names and ties are those of the unsharded one, and nothing is allocated yet.
@@ -73,8 +74,7 @@ def parallelize(model: Llama, mesh: Mesh, config: TrainConfig | None = None, *, 
         model,
         mesh,
         stage=config.zero_stage,
-        optimizer=optimizer
-        or functools.partial(torch.optim.AdamW, lr=config.lr, betas=config.betas, eps=config.eps, fused=mesh.device.type == "cuda"),
+        optimizer=adamw if optimizer is None else optimizer,
         weight_decay=config.weight_decay,
         reduce_dtype=DTYPES[config.reduce_dtype] if config.reduce_dtype else None,
     )

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from pymesh3d.config import divisors
+from pymesh3d.config import divisors, require_positive
 from pymesh3d.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,6 +29,12 @@ class Part:
     size: int
     heads: int | None = None
     padded: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("size", "heads", "padded"):
+            value = getattr(self, name)
+            if value is not None and (name, value) != ("size", 0):  # a tensor may be empty, if nobody cuts it
+                require_positive(name, value)
 
     @property
     def rows(self) -> int:
@@ -52,7 +58,7 @@ class Part:
                 raise ConfigError(
                     f"{what} of {self.rows} rows, tp={ranks}", "tp must divide the rows", f"tp can be one of {_short(divisors(self.rows))}"
                 )
-        elif self.heads < 1 or self.rows % self.heads:
+        elif self.rows % self.heads:
             raise ConfigError(
                 f"{what} of {self.rows} rows in {self.heads} heads",
                 "the heads must divide the rows",

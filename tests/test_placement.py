@@ -163,7 +163,6 @@ def test_a_scalar_is_whole_everywhere() -> None:
             "w of 10 heads, tp=4: tp must divide the heads, or be a multiple of them. tp can be one of [1, 2, 5, 10]",
         ),
         (Part(size=8, heads=3), 1, "w of 8 rows in 3 heads: the heads must divide the rows. There can be one of [1, 2, 4, 8]"),
-        (Part(size=8, heads=0), 1, "w of 8 rows in 0 heads: the heads must divide the rows. There can be one of [1, 2, 4, 8]"),
         (Part(size=0), 2, "w of 0 rows: there must be something to cut. Use 1 row or more"),
         (Part(size=5040), 11, "w of 5040 rows, tp=11: tp must divide the rows. tp can be one of [1, 2, 3, 4, 5, 6, ..., 1680, 2520, 5040]"),
     ],
@@ -172,6 +171,25 @@ def test_a_part_that_does_not_divide_is_refused(part: Part, ranks: int, text: st
     with pytest.raises(ConfigError) as refused:
         part.check(ranks, "w")
     assert str(refused.value) == text
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"size": -1}, "size=-1: size must be a positive integer. Try size=1 or more"),
+        ({"size": 8.0}, "size=8.0: size must be a positive integer. Try size=1 or more"),
+        ({"size": 8, "heads": 0}, "heads=0: heads must be a positive integer. Try heads=1 or more"),
+        ({"size": 8, "heads": "2"}, "heads='2': heads must be a positive integer. Try heads=1 or more"),
+    ],
+)
+def test_a_part_counts_in_whole_numbers(fields: dict[str, int], text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Part(**fields)
+    assert str(refused.value) == text
+
+
+def test_an_empty_parameter_is_whole() -> None:
+    assert Placement(shape=(0, 4), ranks=2).local_shape() == (0, 4)
 
 
 def test_marks_of_other_libraries() -> None:

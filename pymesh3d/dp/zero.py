@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from pymesh3d.comm.collectives import Pending, all_gather, all_reduce_, all_to_all, broadcast_
+from pymesh3d.config import require_number, require_positive
 from pymesh3d.dp.buckets import Bucket, make_buckets
 from pymesh3d.errors import ConfigError
 from pymesh3d.mesh import Mesh
@@ -31,7 +32,7 @@ class Zero:
     """Owns the flat buffers of a stage's parameters and the optimizer over them. Reading order: reduce, clip, step.
 
     `optimizer` makes a torch optimizer from parameter groups of flat master weights; `reduce_dtype` is what a rank's
-    contribution is rounded to, once, before it is sent (default: the parameters' dtype). Raises ConfigError for another stage.
+    contribution is rounded to, once, before it is sent (default: the parameters' dtype). Raises ConfigError for what it cannot use.
     """
 
     def __init__(
@@ -45,8 +46,16 @@ class Zero:
         reduce_dtype: torch.dtype | None = None,
         bucket_elements: int = BUCKET_ELEMENTS,
     ) -> None:
-        if stage not in (0, 1):
-            raise ConfigError(f"stage={stage}", "only ZeRO stages 0 and 1 are available", "Use stage=1")
+        if stage not in (0, 1) or isinstance(stage, bool):
+            raise ConfigError(f"stage={stage!r}", "only ZeRO stages 0 and 1 are available", "Use stage=1")
+        if not callable(optimizer):
+            raise ConfigError(
+                f"optimizer={optimizer!r}", "it must make an optimizer from parameter groups", "Use optimizer=torch.optim.AdamW"
+            )
+        if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
+            raise ConfigError(f"reduce_dtype={reduce_dtype!r}", "it must be a floating-point torch dtype", "Use reduce_dtype=torch.float32")
+        require_number("weight_decay", weight_decay, default=0.1)
+        require_positive("bucket_elements", bucket_elements)
         self.mesh, self.stage, self.reduce_dtype = mesh, stage, reduce_dtype
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         for parameter in trained:

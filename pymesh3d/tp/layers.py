@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pymesh3d.comm.collectives import broadcast_
+from pymesh3d.config import require_flag, require_positive
 from pymesh3d.errors import ConfigError
 from pymesh3d.initial import fill_, materialize
 from pymesh3d.mesh import Axis, Mesh
@@ -28,6 +29,8 @@ def tp_axis(mesh: Mesh | DeviceMesh | Axis) -> Axis:
         return mesh
     if isinstance(mesh, Mesh):
         return mesh.tp
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"mesh={mesh!r}", "it must be a pymesh3d Mesh or a torch DeviceMesh", "Make one with pymesh3d.init_mesh(tp=2)")
     names = mesh.mesh_dim_names or ()
     if mesh.ndim != 1 and "tp" not in names:
         raise ConfigError(
@@ -56,8 +59,11 @@ def _common_seed(axis: Axis) -> int:
 class _Sharded(nn.Module):
     """What the layers share: making a parameter from its placement, filling it, taking it from a whole one."""
 
-    def __init__(self, mesh: Mesh | DeviceMesh | Axis, sequence_parallel: bool) -> None:
+    def __init__(self, mesh: Mesh | DeviceMesh | Axis, sequence_parallel: bool, **sizes: int) -> None:
         super().__init__()
+        for name, size in sizes.items():
+            require_positive(name, size)
+        require_flag("sequence_parallel", sequence_parallel)
         self.axis = tp_axis(mesh)
         self.sequence_parallel = sequence_parallel
         self._default_device = mesh.device if isinstance(mesh, Mesh) else None
@@ -135,7 +141,7 @@ class ColumnParallelLinear(_Sharded):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(mesh, sequence_parallel)
+        super().__init__(mesh, sequence_parallel, in_features=in_features, out_features=out_features)
         self.in_features, self.out_features, self.gather_output = in_features, out_features, gather_output
         cut = _parts(out_features, parts, heads, vocab_multiple, self.axis.size)
         placement = Placement(shape=(out_features, in_features), parts=cut, ranks=self.axis.size, partial=True)
@@ -212,7 +218,7 @@ class RowParallelLinear(_Sharded):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(mesh, sequence_parallel)
+        super().__init__(mesh, sequence_parallel, in_features=in_features, out_features=out_features)
         self.in_features, self.out_features, self.input_is_parallel = in_features, out_features, input_is_parallel
         cut = Part(size=in_features)
         cut.check(self.axis.size, f"in_features={in_features}")
@@ -272,8 +278,8 @@ class VocabParallelEmbedding(_Sharded):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(mesh, sequence_parallel)
-        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+        super().__init__(mesh, sequence_parallel, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        if padding_idx is not None and not (isinstance(padding_idx, int) and -num_embeddings <= padding_idx < num_embeddings):
             raise ConfigError(
                 f"padding_idx={padding_idx}, num_embeddings={num_embeddings}", "padding_idx must be one of the rows", "Use padding_idx=None"
             )
@@ -317,6 +323,8 @@ class VocabParallelEmbedding(_Sharded):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [..., T] of all the ranks' tokens, the same on each -> [..., T, D] (or [..., T/tp, D]). On CPU an id outside is refused."""
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise ConfigError(f"ids of {ids.dtype}", "they must be whole numbers, int32 or int64", "Use ids.long()")
         if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_embeddings:
             raise ConfigError(
                 f"ids from {int(ids.min())} to {int(ids.max())} of an embedding of {self.num_embeddings} rows",
@@ -337,17 +345,18 @@ def _parts(rows: int, parts: Sequence[int | Part] | None, heads: int | None, mul
         raise ConfigError(
             "parts together with heads or vocab_multiple", "heads belong into the parts", "Use parts=(Part(size=..., heads=...), ...)"
         )
-    if multiple is not None and multiple < 1:
-        raise ConfigError(f"vocab_multiple={multiple}", "must be a positive integer", "Use 1 for no more padding than tp needs")
+    if multiple is not None:
+        require_positive("vocab_multiple", multiple)
     if parts is None:
         padded = None if multiple is None else math.ceil(rows / (ranks * multiple)) * ranks * multiple
         parts = (Part(size=rows, heads=heads, padded=padded),)
     cut = tuple(part if isinstance(part, Part) else Part(size=part) for part in parts)
-    if sum(part.size for part in cut) != rows:
+    total = sum(part.size for part in cut)
+    if total != rows:
         raise ConfigError(
             f"parts {[part.size for part in cut]} of out_features={rows}",
             "the parts must add up to out_features",
-            f"They add up to {sum(part.size for part in cut)}",
+            f"Use out_features={total}",
         )
     for number, part in enumerate(cut):
         part.check(ranks, f"out_features={rows}" if len(cut) == 1 else f"part {number} (of {part.size} rows) of out_features={rows}")

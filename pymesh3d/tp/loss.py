@@ -28,17 +28,27 @@ def vocab_parallel_cross_entropy(
     Raises ConfigError on an unknown reduction, on shapes that do not match, and (on CPU) on a target outside the vocabulary.
     """
     axis = tp_axis(mesh)
+    if not logits.is_floating_point() or not logits.ndim or target.dtype not in (torch.int32, torch.int64):
+        raise ConfigError(
+            f"logits {tuple(logits.shape)} of {logits.dtype}, target of {target.dtype}",
+            "logits are [..., V/tp] in floating point, targets whole numbers, int32 or int64",
+            "Use logits.float() and target.long()",
+        )
     columns = logits.shape[-1] * axis.size
     vocab = columns if vocab is None else vocab
-    if not 0 < vocab <= columns:
+    if not isinstance(vocab, int) or not 0 < vocab <= columns:
         raise ConfigError(f"vocab={vocab} with logits of {columns} columns", "no more entries than columns", f"Use vocab={columns} or less")
     if reduction not in ("none", "mean", "sum"):
         raise ConfigError(f"reduction={reduction!r}", "not a reduction", "Use 'none', 'mean' or 'sum'")
-    if not 0.0 <= label_smoothing <= 1.0:
+    if not isinstance(ignore_index, int):
+        raise ConfigError(f"ignore_index={ignore_index!r}", "it must be an integer", "The default is -100")
+    if not isinstance(label_smoothing, int | float) or not 0.0 <= label_smoothing <= 1.0:
         raise ConfigError(f"label_smoothing={label_smoothing}", "must lie between 0 and 1", "Use 0.0 to switch it off")
     if logits.shape[:-1] != target.shape:
         raise ConfigError(
-            f"logits {tuple(logits.shape)}, target {tuple(target.shape)}", "logits have one dim more than targets", "The last is V/tp"
+            f"logits {tuple(logits.shape)}, target {tuple(target.shape)}",
+            "logits have the dims of the target and the vocabulary after them",
+            f"This target needs logits {(*target.shape, logits.shape[-1])}",
         )
     if target.device.type == "cpu":
         wrong = target[((target < 0) | (target >= vocab)) & (target != ignore_index)]
@@ -48,7 +58,7 @@ def vocab_parallel_cross_entropy(
                 "targets must lie in it or be ignore_index",
                 f"Use 0..{vocab - 1} or {ignore_index}",
             )
-    loss = cross_entropy(logits, target, axis, vocab=vocab, ignore_index=ignore_index, label_smoothing=label_smoothing)
+    loss = cross_entropy(logits, target.long(), axis, vocab=vocab, ignore_index=ignore_index, label_smoothing=label_smoothing)
     if reduction == "none":
         return loss
     return loss.sum() if reduction == "sum" else loss.sum() / (target != ignore_index).sum().clamp(min=1)

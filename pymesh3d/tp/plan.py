@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pymesh3d.config import require_flag
 from pymesh3d.errors import ConfigError
 from pymesh3d.mesh import Axis, Mesh
 from pymesh3d.placement import Part, Placement, place, placement_of
@@ -61,6 +62,7 @@ def parallelize_module(
     of its places and not, or otherwise, in another.
     """
     axis = tp_axis(mesh)
+    require_flag("sequence_parallel", sequence_parallel)
     _require_matches(module, plan)
     replaced: dict[int, nn.Parameter] = {}  # parameters by the identity of the one they replace: ties survive
     modules = list(module.named_modules(remove_duplicate=False))  # keeps all alive, so that no identity is used twice
@@ -114,7 +116,9 @@ def name_parameters(module: nn.Module) -> None:
 
 def _require_matches(module: nn.Module, plan: Mapping[str, Style]) -> None:
     names = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
-    for pattern in plan:
+    for pattern, style in plan.items():
+        if not isinstance(style, Style):
+            raise ConfigError(f"{pattern!r}: {style!r} in the plan", "it is no style", "Use Column(), Row(), Vocab() or Norm()")
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
                 f"pattern {pattern!r} in the plan",

@@ -179,16 +179,30 @@ def test_weight_decay_is_for_matrices_only(ranks: Ranks) -> None:
         assert (found["weight"] == 0.75).all() and (found["bias"] == 1.0).all()
 
 
-def refusal(stage: int) -> str:
+REFUSED = [
+    ({"stage": 2}, "stage=2: only ZeRO stages 0 and 1 are available. Use stage=1"),
+    ({"stage": True}, "stage=True: only ZeRO stages 0 and 1 are available. Use stage=1"),
+    ({"optimizer": []}, "optimizer=[]: it must make an optimizer from parameter groups. Use optimizer=torch.optim.AdamW"),
+    ({"weight_decay": "0.1"}, "weight_decay='0.1': weight_decay must be a finite number of at least 0. The default is weight_decay=0.1"),
+    ({"reduce_dtype": torch.int8}, "reduce_dtype=torch.int8: it must be a floating-point torch dtype. Use reduce_dtype=torch.float32"),
+    ({"reduce_dtype": "bf16"}, "reduce_dtype='bf16': it must be a floating-point torch dtype. Use reduce_dtype=torch.float32"),
+    ({"bucket_elements": 0}, "bucket_elements=0: bucket_elements must be a positive integer. Try bucket_elements=1 or more"),
+]
+
+
+def refusals() -> list[str]:
     mesh = init_mesh(device="cpu")
-    with pytest.raises(ConfigError) as caught:
-        Zero(nn.Linear(3, 2), mesh, stage=stage, optimizer=ADAMW, weight_decay=0.0)
+    texts = []
+    for options, _ in REFUSED:
+        with pytest.raises(ConfigError) as caught:
+            Zero(nn.Linear(3, 2), mesh, **{"stage": 1, "optimizer": ADAMW, "weight_decay": 0.0, **options})  # type: ignore[arg-type]
+        texts.append(str(caught.value))
     mesh.close()
-    return str(caught.value)
+    return texts
 
 
-def test_other_stages_are_refused(ranks: Ranks) -> None:
-    assert ranks(1, refusal, 2) == ["stage=2: only ZeRO stages 0 and 1 are available. Use stage=1"]
+def test_what_cannot_be_used_is_refused(ranks: Ranks) -> None:
+    assert ranks(1, refusals) == [[text for _, text in REFUSED]]
 
 
 def reduced_twice(stage: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

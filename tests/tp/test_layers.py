@@ -198,9 +198,15 @@ def refusals() -> list[str]:
         lambda: ColumnParallelLinear(4, 12, parts=(6, 6), gather_output=True, mesh=mesh),
         lambda: ColumnParallelLinear(4, 12, heads=1, gather_output=True, mesh=mesh),
         lambda: ColumnParallelLinear(4, 12, vocab_multiple=0, mesh=mesh),
+        lambda: ColumnParallelLinear(0, 12, mesh=mesh),
+        lambda: RowParallelLinear(12, 4.0, mesh=mesh),  # type: ignore[arg-type]
+        lambda: ColumnParallelLinear(4, 12, heads="2", mesh=mesh),  # type: ignore[arg-type]
+        lambda: ColumnParallelLinear(4, 12, sequence_parallel=1, mesh=mesh),  # type: ignore[arg-type]
+        lambda: ColumnParallelLinear(4, 12, mesh="tp"),  # type: ignore[arg-type]
         lambda: VocabParallelEmbedding(10, 4, padding_idx=10, mesh=mesh),
         lambda: VocabParallelEmbedding(10, 4, mesh=mesh)(torch.tensor([3, 10])),
         lambda: VocabParallelEmbedding(10, 4, mesh=mesh)(torch.tensor([-1])),
+        lambda: VocabParallelEmbedding(10, 4, mesh=mesh)(torch.tensor([1], dtype=torch.int16)),
         lambda: VocabParallelEmbedding.from_embedding(nn.Embedding(10, 4, max_norm=1.0), mesh=mesh),
         lambda: RowParallelLinear(12, 4, mesh=mesh)(x),
         lambda: ColumnParallelLinear(12, 12, mesh=mesh)(x[:, :6]),
@@ -225,14 +231,20 @@ def test_what_tp_does_not_divide_is_refused_at_construction(ranks: Ranks) -> Non
         "in_features=5 of 5 rows, tp=2: tp must divide the rows. tp can be one of [1, 5]",
         "out_features=40 of 5 heads, tp=2: tp must divide the heads, or be a multiple of them. tp can be one of [1, 5]",
         "part 1 (of 6 rows) of out_features=18 of 6 rows in 4 heads: the heads must divide the rows. There can be one of [1, 2, 3, 6]",
-        "parts [12, 6] of out_features=17: the parts must add up to out_features. They add up to 18",
+        "parts [12, 6] of out_features=17: the parts must add up to out_features. Use out_features=18",
         "parts together with heads or vocab_multiple: heads belong into the parts. Use parts=(Part(size=..., heads=...), ...)",
         "gather_output=True with several parts or replicated heads: the gathered order would not be the layer's. Gather each part",
         "gather_output=True with several parts or replicated heads: the gathered order would not be the layer's. Gather each part",
-        "vocab_multiple=0: must be a positive integer. Use 1 for no more padding than tp needs",
+        "vocab_multiple=0: vocab_multiple must be a positive integer. Try vocab_multiple=1 or more",
+        "in_features=0: in_features must be a positive integer. Try in_features=1 or more",
+        "out_features=4.0: out_features must be a positive integer. Try out_features=1 or more",
+        "heads='2': heads must be a positive integer. Try heads=1 or more",
+        "sequence_parallel=1: sequence_parallel must be true or false. Use sequence_parallel=False",
+        "mesh='tp': it must be a pymesh3d Mesh or a torch DeviceMesh. Make one with pymesh3d.init_mesh(tp=2)",
         "padding_idx=10, num_embeddings=10: padding_idx must be one of the rows. Use padding_idx=None",
         "ids from 3 to 10 of an embedding of 10 rows: an id must be one of the rows. Use 0..9",
         "ids from -1 to -1 of an embedding of 10 rows: an id must be one of the rows. Use 0..9",
+        "ids of torch.int16: they must be whole numbers, int32 or int64. Use ids.long()",
         "nn.Embedding(max_norm=1.0): not supported by a cut embedding. Switch max_norm off",
         "input (5, 12) of a RowParallelLinear(12, 4, tp=2, sequence_parallel=False): its last dim must be 6. A column-parallel layer "
         "takes whole features, a row-parallel one this rank's part (whole with input_is_parallel=False)",

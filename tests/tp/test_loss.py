@@ -161,12 +161,22 @@ def test_bf16_logits_are_computed_in_float32(ranks: Ranks) -> None:
 REFUSED = [
     ({"reduction": "average"}, "reduction='average': not a reduction. Use 'none', 'mean' or 'sum'"),
     ({"label_smoothing": 1.5}, "label_smoothing=1.5: must lie between 0 and 1. Use 0.0 to switch it off"),
-    ({"target": torch.tensor([[1, 2]])}, "logits (2, 4), target (1, 2): logits have one dim more than targets. The last is V/tp"),
+    ({"target": torch.tensor([[1, 2]])}, "logits (2, 4), target (1, 2): logits have the dims of the target and the vocabulary "
+     "after them. This target needs logits (1, 2, 4)"),
     ({"target": torch.tensor([1, 8])}, "target 8 with a vocabulary of 8: targets must lie in it or be ignore_index. Use 0..7 or -100"),
     ({"target": torch.tensor([-1, 1])}, "target -1 with a vocabulary of 8: targets must lie in it or be ignore_index. Use 0..7 or -100"),
     ({"vocab": 7, "target": torch.tensor([7, 1])}, "target 7 with a vocabulary of 7: targets must lie in it or be ignore_index. "
      "Use 0..6 or -100"),
     ({"vocab": 9}, "vocab=9 with logits of 8 columns: no more entries than columns. Use vocab=8 or less"),
+    ({"vocab": 7.5}, "vocab=7.5 with logits of 8 columns: no more entries than columns. Use vocab=8 or less"),
+    ({"ignore_index": None}, "ignore_index=None: it must be an integer. The default is -100"),
+    ({"label_smoothing": "0.1"}, "label_smoothing=0.1: must lie between 0 and 1. Use 0.0 to switch it off"),
+    ({"logits": torch.zeros(2, 4, dtype=torch.int64)}, "logits (2, 4) of torch.int64, target of torch.int64: logits are [..., V/tp] in "
+     "floating point, targets whole numbers, int32 or int64. Use logits.float() and target.long()"),
+    ({"logits": torch.tensor(0.5)}, "logits () of torch.float32, target of torch.int64: logits are [..., V/tp] in "
+     "floating point, targets whole numbers, int32 or int64. Use logits.float() and target.long()"),
+    ({"target": torch.tensor([1.0, 2.0])}, "logits (2, 4) of torch.float32, target of torch.float32: logits are [..., V/tp] in "
+     "floating point, targets whole numbers, int32 or int64. Use logits.float() and target.long()"),
     ({"vocab": 0}, "vocab=0 with logits of 8 columns: no more entries than columns. Use vocab=8 or less"),
 ]  # fmt: skip
 

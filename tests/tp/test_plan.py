@@ -240,9 +240,10 @@ def mistakes() -> list[str]:
         {"norm": Row()},
         {"blocks": Column()},
         {"blocks.0.0": Column(heads=3)},
+        {"blocks.0.0": None},
     ):
         with pytest.raises(ConfigError) as refused:
-            parallelize_module(Mine(), mesh, wrong)
+            parallelize_module(Mine(), mesh, wrong)  # type: ignore[arg-type]
         texts.append(str(refused.value))
     mesh.close()
     return texts
@@ -258,6 +259,7 @@ def test_mistakes_in_a_plan_are_named(ranks: Ranks) -> None:
         f"Row for norm: it is a LayerNorm. {fits}",
         f"Column for blocks: it is a ModuleList. {fits}",
         "out_features=32 of 32 rows in 3 heads: the heads must divide the rows. There can be one of [1, 2, 4, 8, 16, 32]",
+        "'blocks.0.0': None in the plan: it is no style. Use Column(), Row(), Vocab() or Norm()",
     ]
     assert ranks(2, mistakes) == [expected] * 2
 
