@@ -88,7 +88,10 @@ def stage_layers(model: ModelConfig, stages: int) -> list[range]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step did, the same on every rank: mean loss over valid tokens of the global batch, gradient norm, tokens, taken or not."""
+    """What a step did, the same on every rank: mean loss over valid tokens of the global batch, gradient norm, tokens, taken or not.
+
+    A batch without any valid target has loss and norm 0; its step is taken, and weight decay acts.
+    """
 
     loss: float
     grad_norm: float

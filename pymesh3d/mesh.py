@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from pymesh3d import __version__
 from pymesh3d.config import AXES, Layout
 from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.topology import Topology, host_name, nvidia_links, physical_device
 
 TEXT_MARK = 0x7465_7874  # upper half of the lengths that `exchange_text` sends, so that nothing else is taken for one
 START_WITH = "Start the program with torchrun"
-PROTOCOL = "pymesh3d 0.1"  # ranks that say another one do not understand each other's messages
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -169,7 +169,7 @@ def init_mesh(*, tp: int = 1, pp: int = 1, dp: int = -1, cp: int = 1, device: st
     if owns:
         _join(where, world, timeout_s)
     try:
-        version = f"{PROTOCOL}, torch {torch.__version__.split('+')[0]}"
+        version = f"pymesh3d {__version__}, torch {torch.__version__.split('+')[0]}"
         texts = exchange_text(f"{version}|{host_name()}|{physical_device(where.index or 0)}", where)
         versions, hosts, devices = zip(*(text.split("|") for text in texts), strict=True)
         require_equal(versions, "version")

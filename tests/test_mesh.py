@@ -231,14 +231,14 @@ def test_ranks_can_meet_again() -> None:
 
 def with_another_version(odd: int) -> tuple[str, bool]:
     """The error of every rank when one runs another version, and whether torch.distributed is left as it was."""
-    kept = mesh_module.PROTOCOL
-    mesh_module.PROTOCOL = "pymesh3d 9.9" if dist.get_rank() == odd else kept
+    kept = mesh_module.__version__
+    mesh_module.__version__ = "9.9" if dist.get_rank() == odd else kept
     try:
         init_mesh(device="cpu")
     except DistributedError as error:
         return str(error), dist.is_initialized()
     finally:
-        mesh_module.PROTOCOL = kept
+        mesh_module.__version__ = kept
     return "no error", dist.is_initialized()
 
 
@@ -246,7 +246,7 @@ def with_another_version(odd: int) -> tuple[str, bool]:
 def test_another_version_is_named_on_every_rank(ranks: Ranks, world: int) -> None:
     torch_version = torch.__version__.split("+")[0]
     text = (
-        f"all ranks must have the same version, '{mesh_module.PROTOCOL}, torch {torch_version}', but "
+        f"all ranks must have the same version, 'pymesh3d {mesh_module.__version__}, torch {torch_version}', but "
         f"rank 1 has 'pymesh3d 9.9, torch {torch_version}'. Install and start the same everywhere"
     )
     assert ranks(world, with_another_version, 1) == [(text, True)] * world

@@ -34,9 +34,7 @@ def load(
 
     steps, failures = together(read_mine, mesh, "loading a checkpoint")
     if failures:
-        raise CheckpointError(
-            f"checkpoint in {directory}", f"cannot be resumed from ({failures[0]})", f"{len(failures)} of {len(steps)} ranks say so"
-        )
+        raise CheckpointError(f"checkpoint in {directory}", f"{len(failures)} of {len(steps)} ranks cannot resume from it", failures[0])
     if len(set(steps)) > 1:
         raise CheckpointError(
             f"checkpoint in {directory}",

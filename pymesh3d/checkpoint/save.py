@@ -40,7 +40,9 @@ def _all_or_none(mesh: Mesh, temporary: Path, action: Callable[[], str]) -> list
         if mesh.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
-            f"checkpoint {temporary.with_suffix('')}", f"not saved ({'; '.join(failures[:4])})", "Older checkpoints are as they were"
+            f"checkpoint {temporary.with_suffix('')}",
+            f"not saved ({'; '.join(failures[:4])})",
+            "Make room, or save to another directory; older checkpoints are as they were",
         )
     return outcomes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -11,11 +12,14 @@ from pymesh3d.pp.stage import Stage
 from pymesh3d.schedule.actions import Action
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Microbatch:
-    """What every stage knows of one microbatch: token ids [b, S], targets [b, S], and the shape of its hidden states."""
+    """What every stage knows of one microbatch: token ids [b, S], targets [b, S], and the shape and dtype of its hidden states."""
 
-    def __init__(self, ids: torch.Tensor, targets: torch.Tensor, hidden: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.ids, self.targets, self.hidden, self.dtype = ids, targets, hidden, dtype
+    ids: torch.Tensor
+    targets: torch.Tensor
+    hidden: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def run(
