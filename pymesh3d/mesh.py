@@ -64,7 +64,8 @@ def named(operation: str, axis: Axis) -> Iterator[None]:
 class Mesh:
     """A grid of ranks. Make it with `init_mesh`; `print(mesh)` shows it.
 
-    `mesh.tp`, `mesh.pp`, `mesh.dp`, `mesh.cp` and `mesh.all` are `Axis` records; `mesh["tp"]` is a slice of the DeviceMesh.
+    `mesh.tp`, `mesh.pp`, `mesh.dp`, `mesh.cp` and `mesh.all` are `Axis` records; `mesh["tp"]` is a slice of the DeviceMesh, whose
+    dims have the names of the axes; `mesh.ranks[i, j, k, l]` is the rank at coordinates (pp, dp, cp, tp).
     """
 
     def __init__(
@@ -148,7 +149,8 @@ class Mesh:
     def __str__(self) -> str:
         shown = [name for name in AXES if name != "cp" or self.cp.size > 1]
         array = np.array2string(self.ranks.reshape([s for n, s in zip(AXES, self.ranks.shape, strict=True) if n in shown]), separator=" ")
-        lines = [f"{self.layout} = {self.layout.world} rank(s) on {len(set(self.topology.hosts))} host(s), {self.device.type}", array]
+        lines = [f"{self.layout} = {self.layout.world} rank(s) on {len(set(self.topology.hosts))} host(s), {self.device.type}"]
+        lines += [f"ranks[{', '.join(shown)}] =", array]
         lines += [f"  {name} {self.axis(name).size:>4}  slowest link: {link}" for name, link in self.links().items() if name in shown]
         return "\n".join(lines)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """A run of `size` rows along the cut dim that is divided among the ranks by itself.
+    """A run of `size` rows along the cut dim that is divided among the ranks by itself, such as q, k or v of a fused q|k|v.
 
     `heads`: the number of units that must stay whole (None: every row may be cut apart). `padded`: rows after padding.
     """

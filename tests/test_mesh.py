@@ -79,6 +79,7 @@ def test_order_of_8_ranks(ranks: Ranks) -> None:
     assert [mine["two axes"] for mine in seen] == [[[0, 1], [2, 3]]] * 4 + [[[4, 5], [6, 7]]] * 4
     assert seen[5]["text"] == (
         "pp 2 x dp 2 x tp 2 = 8 rank(s) on 1 host(s), cpu\n"
+        "ranks[pp, dp, tp] =\n"
         "[[[0 1]\n"
         "  [2 3]]\n"
         "\n"
@@ -104,6 +105,7 @@ def test_one_process_without_a_launcher(alone: pytest.MonkeyPatch) -> None:
     assert [(mesh.axis(name).rank, mesh[name].size()) for name in AXES] == [(0, 1)] * 4
     assert str(mesh).splitlines() == [
         "pp 1 x dp 1 x tp 1 = 1 rank(s) on 1 host(s), cpu",
+        "ranks[pp, dp, tp] =",
         "[[[0]]]",
         "  pp    1  slowest link: none",
         "  dp    1  slowest link: none",

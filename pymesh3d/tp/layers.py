@@ -1,6 +1,7 @@
 """Layers whose weights are cut across the tensor-parallel axis. Each is a drop-in for its torch.nn namesake and returns a tensor.
 
-Legend: T tokens (the dim before the features), K in features, N out features, V vocabulary, D embedding width.
+Legend: T tokens (the dim before the features), K in features, N out features, V vocabulary, D embedding width. `mesh` is a
+pymesh3d Mesh, or a torch DeviceMesh that has one dim or one called "tp". `Part` (of pymesh3d) is a run of rows that is cut by itself.
 """
 
 from __future__ import annotations
