@@ -1,8 +1,28 @@
-"""`python -m pymesh3d` is the command `pymesh3d`."""
+"""Where `pymesh3d` and `python -m pymesh3d` start."""
 
+import contextlib
+import os
+import signal
 import sys
+from collections.abc import Iterator
 
-from pymesh3d.cli import main
+
+@contextlib.contextmanager
+def ctrl_c_ends_at_once() -> Iterator[None]:
+    """Ends the process on Ctrl-C while it imports, where there is nothing to tidy up yet and a traceback would tell nobody anything."""
+    usual = signal.default_int_handler
+    if signal.getsignal(signal.SIGINT) is not usual:  # as in the background, where the signal is ignored
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+with ctrl_c_ends_at_once():
+    from pymesh3d.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,35 +4,64 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
+import difflib
 import importlib
+import io
 import os
 import select
+import shlex
 import signal
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
+from torch.distributed import TCPStore
 
+from pymesh3d import __version__
 from pymesh3d.commands import check, draw, env, train
-from pymesh3d.config import DTYPES, MODELS, RECOMPUTE, SCHEDULES, Layout, ModelConfig, TrainConfig
+from pymesh3d.commands.files import require_writable
+from pymesh3d.commands.spelling import as_typed, fields_of, option_of
+from pymesh3d.config import MODELS, RECOMPUTE, SCHEDULES, Layout, ModelConfig, TrainConfig
 from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.launch import is_child, launch, watch_parent
 
 BENCHMARKS = ("philox", "train")
-SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
+SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64", "fp16": "float16"}
+RANKS_OF_A_CORE = 32  # at most: more than that is a slip of the pen
+NOT_YET = {  # option: what it can be, what it cannot be yet, and what to do instead
+    "schedule": (SCHEDULES, "gpipe and 1f1b are here; interleaved and zero-bubble schedules are not available yet", "Use --schedule 1f1b"),
+    "zero_stage": (
+        (0, 1),
+        "0 and 1 are here; 2 and 3 are not available yet",
+        "Use --zero-stage 1, and a larger --tp or --pp where memory is short",
+    ),
+    "cp": ((1,), "context parallelism is not available yet", "Use --sequence-parallel with a larger --tp for long sequences"),
+    "ep": ((1,), "expert parallelism is not available yet", "Use --tp, --pp and --dp"),
+}
 WAIT_FOR_THE_END = 2.0  # seconds in which `launch` ends all ranks, so that the others need not complain of the one that cannot print
+WAIT_FOR_THE_STORE = datetime.timedelta(seconds=5)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Refuses in one line, like everything else here."""
+    """Refuses in one line, like everything else here, with a hint at the help of the command in question."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"pymesh3d: {message}. See {self.prog} --help\n")
+        _say_once(f"{message}. See {self.prog} --help")
+        self.exit(2)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuses what is unknown to a command here, where the command is known, rather than in the parser above it."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            close = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1, cutoff=0.8)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f" (did you mean {close[0]}?)" if close else ""))
+        return found, unknown
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -45,7 +74,12 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    top = _Parser(prog="pymesh3d", description="Train a PyTorch model on a 3D grid of GPUs (or, to try it, of CPU processes).")
+    top = _Parser(
+        prog="pymesh3d",
+        description="Train a PyTorch model on a 3D grid of GPUs (or, to try it, of CPU processes).",
+        epilog="To begin with: pymesh3d train --tp 2 --pp 2 --dp 2. Each command has its own help: pymesh3d train --help",
+    )
+    top.add_argument("--version", action="version", version=f"pymesh3d {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
     _train(commands.add_parser("train", help="train a Llama-like model", formatter_class=_Help))
     one = commands.add_parser("check", help="compare many layouts with one process", formatter_class=_Help)
@@ -54,69 +88,133 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="cpu: float64, exact to rounding; cuda: bf16, within stated bounds"
     )
-    one.add_argument("--json", metavar="FILE", help="write the table as JSON")
+    one.add_argument("--json", type=_name, metavar="FILE", help="write the table as JSON")
     picture = commands.add_parser("draw", help="draw a pipeline schedule", formatter_class=_Help)
-    picture.add_argument("--schedule", choices=SCHEDULES, default="1f1b", type=str.lower, help="schedule")
-    picture.add_argument("--pp", type=int, metavar="N", default=4, help="stages")
-    picture.add_argument("--microbatches", type=int, metavar="N", default=8, help="microbatches")
-    picture.add_argument("--out", metavar="FILE", help="write a picture")
-    picture.add_argument("--json", metavar="FILE", help="write the timeline as JSON")
-    bench = commands.add_parser("bench", help="run a micro-benchmark")
-    bench.add_argument("name", choices=BENCHMARKS)
-    bench.add_argument("--json", metavar="FILE", help="write the results as JSON")
+    _schedule(picture, "the schedule")
+    picture.add_argument("--pp", type=int, metavar="N", default=4, help="pipeline stages")
+    picture.add_argument("--microbatches", type=int, metavar="N", default=8, help="microbatches of a step")
+    picture.add_argument("--out", type=_name, metavar="FILE.png", help="draw it as a picture too (.png, .svg or .pdf)")
+    picture.add_argument("--json", type=_name, metavar="FILE", help="write the timeline as JSON")
+    bench = commands.add_parser("bench", help="run a benchmark on this machine")
+    bench.add_argument(
+        "name", choices=BENCHMARKS, help="philox: the kernel that makes random numbers; train: every layout of the GPUs here, compared"
+    )
+    bench.add_argument("--json", type=_name, metavar="FILE", help="write the results as JSON")
     here = commands.add_parser("env", help="what this machine has, what is missing, and what runs instead")
-    here.add_argument("--json", metavar="FILE", help="write it as JSON")
+    here.add_argument("--json", type=_name, metavar="FILE", help="write it as JSON")
     return top
 
 
 def _train(one: argparse.ArgumentParser) -> None:
     defaults = TrainConfig()
     mesh = one.add_argument_group("mesh")
-    for axis, text in (("tp", "tensor parallel"), ("pp", "pipeline stages")):
-        mesh.add_argument(f"--{axis}", type=int, metavar="N", default=1, help=text)
-    mesh.add_argument("--dp", type=int, metavar="N", help="data parallel; -1: whatever the ranks leave (default: 1, or -1 under torchrun)")
+    mesh.add_argument("--tp", type=int, metavar="N", default=1, help="tensor parallel: ranks that share the matrices of a layer")
+    mesh.add_argument("--pp", type=int, metavar="N", default=1, help="pipeline parallel: stages that the layers are cut into")
+    mesh.add_argument(
+        "--dp",
+        type=int,
+        metavar="N",
+        help="data parallel: copies of the model, each for a part of the batch; -1: as many as ranks are left "
+        "(default: 1, or -1 under torchrun)",
+    )
+    for axis in ("cp", "ep"):
+        mesh.add_argument(f"--{axis}", type=int, default=1, help=argparse.SUPPRESS)  # NOT_YET
     mesh.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
-    mesh.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="the longest that a rank waits for another")
+    mesh.add_argument(
+        "--timeout", type=float, default=300.0, metavar="SECONDS", help="how long a rank waits for another before all end with an error"
+    )
     what = one.add_argument_group("model and data")
     what.add_argument(
-        "--model", default="tiny", metavar="NAME|FILE", help=f"{', '.join(MODELS)}, or a JSON file with the fields of ModelConfig"
+        "--model",
+        type=_name,
+        default="tiny",
+        metavar="NAME|FILE",
+        help=f'{", ".join(MODELS)}, or a JSON file such as {{"vocab": 256, "dim": 128, "layers": 4}}; what it leaves out is that of tiny',
     )
     what.add_argument(
         "--data",
+        type=_name,
         metavar="PATH",
-        help="a text file or folder (bytes are tokens), or token ids in .npy or .bin; default: Python's own library",
+        help="a text file or a folder of them (each byte is a token), or token ids in a .npy or .bin file "
+        "(default: the sources of Python's standard library)",
     )
-    what.add_argument("--seq", type=int, metavar="N", default=defaults.seq, help="tokens of a sequence")
+    what.add_argument("--seq", type=int, metavar="N", default=defaults.seq, help="tokens in a sequence")
     what.add_argument("--global-batch-size", type=int, metavar="N", default=defaults.global_batch, help="sequences a step, over all ranks")
     what.add_argument(
-        "--micro-batch-size", type=int, metavar="N", default=defaults.micro_batch, help="sequences that go through the pipeline at once"
+        "--micro-batch-size",
+        type=int,
+        metavar="N",
+        default=defaults.micro_batch,
+        help="sequences a rank computes at once; the more microbatches a step has, the shorter its pipeline stages idle",
     )
     how = one.add_argument_group("training")
     how.add_argument("--steps", type=int, metavar="N", default=defaults.steps, help="steps in all, those of a resumed run included")
     how.add_argument("--lr", type=float, metavar="X", default=defaults.lr, help="learning rate of AdamW")
-    how.add_argument("--warmup-steps", type=int, metavar="N", default=20, help="over which the learning rate rises to --lr; then it stays")
-    how.add_argument("--weight-decay", type=float, metavar="X", default=defaults.weight_decay, help="of matrices")
     how.add_argument(
-        "--max-norm", type=float, metavar="X", default=defaults.max_norm, help="clip the gradient norm to this; 0 switches clipping off"
+        "--warmup-steps", type=int, metavar="N", default=20, help="steps over which the learning rate rises to --lr; then it stays there"
     )
-    names = ", ".join((*DTYPES, *SHORT_DTYPES))
-    how.add_argument("--dtype", type=_dtype, default=defaults.dtype, help=f"of parameters and activations: {names}")
-    how.add_argument("--reduce-dtype", type=_dtype, metavar="DTYPE", help="what gradients are rounded to when sent (default: dtype)")
+    how.add_argument("--weight-decay", type=float, metavar="X", default=defaults.weight_decay, help="weight decay of the matrices")
+    how.add_argument("--max-norm", type=float, metavar="X", default=defaults.max_norm, help="clip the gradient norm to this; 0: never clip")
+    how.add_argument(
+        "--dtype",
+        type=_dtype,
+        default=defaults.dtype,
+        help="of parameters and activations: float32 (fp32), bfloat16 (bf16) or float64 (fp64)",
+    )
+    how.add_argument(
+        "--reduce-dtype", type=_dtype, metavar="DTYPE", help="what gradients are rounded to when dp ranks exchange them (default: --dtype)"
+    )
     how.add_argument("--seed", type=int, metavar="N", default=defaults.seed, help="of initial weights and of the order of the data")
-    how.add_argument("--schedule", choices=SCHEDULES, default=defaults.schedule, type=str.lower, help="order of the pipeline")
+    _schedule(how, "order of the pipeline's forwards and backwards; pymesh3d draw shows it")
     how.add_argument(
-        "--zero-stage", type=int, metavar="N", default=defaults.zero_stage, help="0: optimizer state on every dp rank; 1: a share on each"
+        "--zero-stage",
+        type=int,
+        metavar="N",
+        default=defaults.zero_stage,
+        help="0: each dp rank holds all of the optimizer's state; 1: each holds a share",
     )
-    how.add_argument("--sequence-parallel", action="store_true", help="share activations between tp ranks outside the matrix products")
-    how.add_argument("--recompute", choices=RECOMPUTE, default=defaults.recompute, help="full: keep only each layer's input for backward")
-    how.add_argument("--compile", action="store_true", help="torch.compile each layer")
+    how.add_argument(
+        "--sequence-parallel",
+        action="store_true",
+        help="between the matrix products, each tp rank holds the activations of a part of the sequence only",
+    )
+    how.add_argument(
+        "--recompute",
+        choices=RECOMPUTE,
+        default=defaults.recompute,
+        help="full: keep only the input of each layer and compute it again in backward, which saves memory",
+    )
+    how.add_argument("--compile", action="store_true", help="compile each layer with torch.compile")
     files = one.add_argument_group("files")
     fields = "step, loss, grad_norm, tokens, tps, tflops, mfu, memory_gib, time_s"
-    files.add_argument("--log-json", metavar="FILE", help=f"a line a step ({fields}); a resumed run adds to it")
-    files.add_argument("--out", metavar="FILE.png", help="the loss curve as a picture")
-    files.add_argument("--save", metavar="DIR", help="write a checkpoint at the end")
-    files.add_argument("--save-every", type=int, metavar="N", help="write one every N steps too")
-    files.add_argument("--resume", metavar="DIR", help="go on from the newest checkpoint in DIR, on the same layout")
+    files.add_argument(
+        "--log-json", type=_name, metavar="FILE", help=f"write a line of JSON a step ({fields}); a resumed run adds its lines to it"
+    )
+    files.add_argument("--out", type=_name, metavar="FILE.png", help="draw the loss curve (.png, .svg or .pdf)")
+    files.add_argument("--save", type=_name, metavar="DIR", help="write a checkpoint at the end")
+    files.add_argument("--save-every", type=int, metavar="N", help="with --save: write one every N steps too")
+    files.add_argument(
+        "--resume",
+        type=_name,
+        metavar="DIR",
+        help="go on from the newest checkpoint in DIR, with the same model, mesh, --dtype and --seed",
+    )
+
+
+def _schedule(where: argparse._ActionsContainer, text: str) -> None:
+    shown = f"{{{','.join(SCHEDULES)}}}"
+    where.add_argument("--schedule", type=str.lower, metavar=shown, default=TrainConfig().schedule, help=text)
+
+
+def _name(text: str) -> str:
+    """The name of a file or a folder, which is never empty: that would be taken for no name at all, or for the folder one is in."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty; give one, or leave the option out")
+    return text
+
+
+def _dtype(name: str) -> str:
+    return SHORT_DTYPES.get(name.lower(), name.lower())
 
 
 def _world() -> int:
@@ -127,8 +225,18 @@ def _world() -> int:
     return int(text)
 
 
-def _dtype(name: str) -> str:
-    return SHORT_DTYPES.get(name, name)
+def _require_gpu(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda", "torch sees no GPU here", "Use --device cpu")
+
+
+def _require_room(given: str, world: int, device: str) -> None:
+    """Refuse to start more ranks than this host has room for. Raises ConfigError."""
+    cores = os.cpu_count() or 1
+    most = torch.cuda.device_count() if device == "cuda" else RANKS_OF_A_CORE * cores
+    if world > most:
+        here = f"{most} GPU(s), one for each" if device == "cuda" else f"{cores} CPU core(s), with room for {most}"
+        raise ConfigError(given, f"that is {world} ranks, and this host has {here}", "Use fewer, or more hosts with torchrun")
 
 
 def job_of(args: argparse.Namespace) -> train.Job:
@@ -137,48 +245,38 @@ def job_of(args: argparse.Namespace) -> train.Job:
         if getattr(args, axis) == -1:
             raise ConfigError(f"--{axis} -1", "only --dp can be left open", f"Give --{axis} a size of 1 or more")
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda", "torch sees no GPU here", "Use --device cpu")
-    layout = Layout(tp=args.tp, pp=args.pp, dp=(-1 if is_child() else 1) if args.dp is None else args.dp)
+    _require_gpu(device)
+    given = vars(args)
+    layout = Layout(**{**fields_of(Layout, given), "dp": (-1 if is_child() else 1) if args.dp is None else args.dp})
     if is_child():
         layout = layout.resolve(_world())
     elif layout.dp == -1:
         layout = layout.resolve(torch.cuda.device_count() if device == "cuda" else layout.tp * layout.pp)
-    if device == "cuda" and not is_child() and layout.world > torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise ConfigError(
-            f"{layout} on {count} GPU(s)",
-            "each rank needs a GPU of its own",
-            f"Use at most {count} ranks, or start more hosts with torchrun",
-        )
+    if not is_child():
+        _require_room(str(layout), layout.world, device)
     return train.Job(
-        model=ModelConfig.load(args.model),
-        layout=layout,
-        train=TrainConfig(
-            seq=args.seq,
-            global_batch=args.global_batch_size,
-            micro_batch=args.micro_batch_size,
-            steps=args.steps,
-            schedule=args.schedule,
-            zero_stage=args.zero_stage,
-            sequence_parallel=args.sequence_parallel,
-            recompute=args.recompute,
-            compile=args.compile,
-            lr=args.lr,
-            weight_decay=args.weight_decay,
-            max_norm=args.max_norm or None,
-            dtype=args.dtype,
-            reduce_dtype=args.reduce_dtype,
-            seed=args.seed,
-        ),
-        device=device,
-        **{name: getattr(args, name) for name in ("timeout", "warmup_steps", "data", "log_json", "out", "save", "save_every", "resume")},
+        **{
+            **fields_of(train.Job, given),
+            "model": ModelConfig.load(args.model),
+            "layout": layout,
+            "train": TrainConfig(**{**fields_of(TrainConfig, given), "max_norm": args.max_norm or None}),
+            "device": device,
+        }
     )
 
 
 def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    if args.command != "train":
-        train.require_writable("--json", args.json)
+    for name, (values, rule, instead) in NOT_YET.items():
+        if getattr(args, name, values[0]) not in values:
+            raise ConfigError(f"{option_of(name)} {shlex.quote(str(getattr(args, name)))}", rule, instead)
+    if args.command == "train":
+        job = job_of(args)
+        if job.layout.world == 1 or is_child():
+            return train.run(job)
+        train.prepare(job)  # what cannot run is said once, here, before any process is started
+        print(f"starting {job.layout.world} ranks on this host", flush=True)
+        return _launch(argv, job.layout.world)
+    require_writable("--json", args.json)
     if args.command == "env":
         return env.run(args.json)
     if args.command == "draw":
@@ -187,18 +285,13 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         module: SimpleNamespace = importlib.import_module(f"pymesh3d.bench.{args.name}")  # type: ignore[assignment]
         module.main(args.json)
         return 0
-    if args.command == "check":
-        if args.world < 1:
-            raise ConfigError(f"--world {args.world}", "needs at least one rank", "Use --world 8")
-        if args.world > 1 and not is_child():
-            return _launch(argv, args.world)
+    if args.world < 1:
+        raise ConfigError(f"--world {args.world}", "needs at least one rank", "Use --world 8")
+    _require_gpu(args.device)
+    if args.world == 1 or is_child():
         return check.run(args.world, all_rows=args.all, device=args.device, json_file=args.json)
-    job = job_of(args)
-    if job.layout.world > 1 and not is_child():
-        train.prepare(job)  # what cannot run is said once, here, before any process is started
-        print(f"starting {job.layout.world} ranks on this host", flush=True)
-        return _launch(argv, job.layout.world)
-    return train.run(job)
+    _require_room(f"--world {args.world}", args.world, args.device)
+    return _launch(argv, args.world)
 
 
 def _launch(argv: Sequence[str], world: int) -> int:
@@ -218,22 +311,58 @@ def _interrupt_when_nobody_reads() -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
 
+def _say(text: str) -> None:
+    print(f"[rank {os.environ['RANK']}] pymesh3d: {text}" if is_child() else f"pymesh3d: {text}", file=sys.stderr)
+
+
+def _say_once(text: str) -> None:
+    """Say what other ranks may have to say in the same words: then only the first of them does."""
+    if not _another_said(text):
+        _say(text)
+
+
+def _another_said(text: str) -> bool:
+    """Whether another rank said the same before, as the store of `launch` or of torchrun's agents knows, which outlives any rank."""
+    if not is_child() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return False
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=WAIT_FOR_THE_STORE)
+        return store.add(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT')} {text}", 1) > 1
+    except (RuntimeError, LookupError, ValueError):
+        return False  # rather twice than never
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit status: 0, 1 for a failure, 2 for a request that cannot run, 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
-    watch_parent()
+    args = argparse.Namespace()
     try:
-        status = _run(parser().parse_args(argv), argv)
-    except (ConfigError, DistributedError) as error:
-        where = f"[rank {os.environ['RANK']}] " if is_child() else ""
-        print(f"{where}pymesh3d: {error}", file=sys.stderr)
-        status = 2 if isinstance(error, ConfigError) else 1
+        watch_parent()
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # what a terminal cannot show, such as a name that is no text
+        parser().parse_args(argv, args)
+        status = _run(args, argv)
+    except ConfigError as error:
+        _say_once(as_typed(error, vars(args)))
+        status = 2
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
     except BrokenPipeError:
         if is_child():
             time.sleep(WAIT_FOR_THE_END)
         status = 128 + signal.SIGPIPE
+    except DistributedError as error:
+        _say(str(error))
+        status = 1
+    except OSError as error:
+        _say_once(str(error))
+        status = 1
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):  # which is how the CPU says it
+            raise
+        _say(f"out of memory ({str(error).splitlines()[0]}). Use more ranks, or a smaller model, batch or sequence")
+        status = 1
     if is_child() or status > 128:
         # gloo's threads may still let go of Python objects, which aborts an interpreter that is closing down, or wait for a lost peer
         with contextlib.suppress(BrokenPipeError):

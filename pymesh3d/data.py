@@ -38,11 +38,12 @@ def load_corpus(path: str | None, vocab: int, seq: int) -> Corpus:
     None stands for the sources of the Python standard library, the same on every machine with the same Python.
     Raises DataError.
     """
-    given = f"data {path}" if path is not None else "the sources of the Python standard library"
+    given = f"data={path!r}" if path is not None else "the sources of the Python standard library"
     try:
         tokens, what = _library() if path is None else _read(Path(path), given, vocab)
     except FileNotFoundError as error:
-        raise DataError(given, f"{error.filename or path} does not exist", FORMS) from error
+        missing = "it" if error.filename in (None, path) else repr(error.filename)
+        raise DataError(given, f"{missing} does not exist", FORMS) from error
     except OSError as error:
         raise DataError(given, f"it cannot be read ({error})", "Check its permissions, or copy it to a place you can read") from error
     if tokens.size == 0:
@@ -72,14 +73,15 @@ def _library() -> tuple[Array, str]:
 
 
 def _files(root: Path, skipped: set[str]) -> Iterator[Path]:
-    """Files below `root` but for hidden ones, in an order that depends on names only."""
+    """Files below `root` but for hidden ones and those that are none (pipes, devices), in an order that depends on names only."""
 
     def refuse(error: OSError) -> None:
         raise error
 
     for folder, names, files in os.walk(root, onerror=refuse):
         names[:] = sorted(name for name in names if name not in skipped and not name.startswith("."))
-        yield from (Path(folder, name) for name in sorted(files) if not name.startswith("."))
+        paths = (Path(folder, name) for name in sorted(files) if not name.startswith("."))
+        yield from (path for path in paths if path.is_file())
 
 
 def _read(path: Path, given: str, vocab: int) -> tuple[Array, str]:
@@ -89,6 +91,8 @@ def _read(path: Path, given: str, vocab: int) -> tuple[Array, str]:
         if not any(parts):
             raise DataError(given, "the folder holds no text files", FORMS)
         return np.frombuffer(b"".join(parts), np.uint8), f"bytes of {sum(map(bool, parts))} files in {path.name or path}"
+    if not path.is_file():
+        raise DataError(given, "it is neither a file nor a folder, and what comes through a pipe or a device comes once only", FORMS)
     if size == 0:
         return np.empty(0, np.uint8), "tokens"
     if path.suffix == ".npy":
@@ -126,9 +130,7 @@ def _check_ids(tokens: Array, vocab: int, given: str) -> None:
     if low < 0:
         raise DataError(given, f"it holds the id {low}, and ids start at 0", "Take out the padding or marks that negative ids stand for")
     if high >= vocab:
-        raise DataError(
-            f"{given}, vocab={vocab}", f"it holds the id {high}, and ids must be below vocab", f"The least vocab that works is {high + 1}"
-        )
+        raise DataError(f"{given}, vocab={vocab}", f"it holds the id {high}, and ids must be below vocab", f"Use vocab={high + 1} or more")
 
 
 def _short(number: int) -> str:
@@ -149,10 +151,13 @@ class Batches:
     def __init__(self, corpus: Corpus, seq: int, global_batch: int, seed: int) -> None:
         self.windows = max(0, (corpus.tokens.size - 1) // seq)
         if self.windows < global_batch:
+            fitting = {"global_batch": self.windows, "seq": (corpus.tokens.size - 1) // global_batch}
+            smaller = "".join(f"{name}={most} or less, " for name, most in fitting.items() if most)
+            windows = f"{self.windows} window{'s' * (self.windows != 1)}"
             raise DataError(
                 f"global_batch={global_batch}, seq={seq}",
-                f"the corpus ({corpus.description}) has only {self.windows} windows of {seq} + 1 tokens, fewer than one global batch",
-                f"Use {f'global_batch={self.windows} or less, ' if self.windows else ''}a shorter seq, or more text",
+                f"the corpus ({corpus.description}) has only {windows} of {seq} + 1 tokens, fewer than one global batch",
+                f"Use {smaller}or more text",
             )
         self.corpus = corpus
         self._tokens = np.asarray(corpus.tokens)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import io
 import json
 import os
 import re
@@ -17,9 +19,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from pymesh3d import cli
-from pymesh3d.launch import LOOPBACK
+from pymesh3d import __version__, cli
+from pymesh3d.errors import CheckpointError, ConfigError, DistributedError
+from pymesh3d.launch import LOOPBACK, loopback_store
 from tests.processes import gone, until
 
 ROOT = Path(__file__).parent.parent
@@ -50,6 +54,26 @@ def test_help_says_what_every_option_is_and_what_it_is_by_default(
         assert ("--seed N              of initial weights and of the order of the data (default: 0)" in text) == (name == "train")
 
 
+def test_both_ways_to_start_it_are_the_same() -> None:
+    (script,) = re.findall(r'^pymesh3d = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    module, name = script.split(":")
+    assert module == "pymesh3d.__main__" and getattr(importlib.import_module(module), name) is cli.main
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "once it is imported, Ctrl-C is what it was"
+
+
+def test_it_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert (end.value.code, capsys.readouterr().out) == (0, f"pymesh3d {__version__}\n")
+
+
+def test_what_a_terminal_cannot_show_is_shown_otherwise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert cli.main(["draw", "--pp", "1", "--microbatches", "1", "--out", str(tmp_path / "zeit\u00e9.svg")]) == 0
+    sys.stdout.seek(0)
+    assert sys.stdout.read().endswith("zeit\\xe9.svg\n") and (tmp_path / "zeit\u00e9.svg").is_file()
+
+
 # Refusals: in this process, where nothing may start.
 
 
@@ -65,43 +89,62 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 REFUSALS = {
-    "train --tp 3": "heads=4, kv_heads=2, tp=3: tp must divide heads, .* tp can be one of [1, 2, 4]",
-    "train --tp 0": "tp=0: tp must be a positive integer. Try tp=1 or more",
-    "train --pp 5": "layers=4, pp=5: each stage needs at least one layer. Use pp=4 or less",
+    "train --tp 3": '"heads": 4, "kv_heads": 2, --tp 3: tp must divide heads, .* tp can be one of [1, 2, 4]',
+    "train --tp 0": "--tp 0: tp must be a positive integer. Try --tp 1 or more",
+    "train --tp 1000 --model {tmp}/wide.json": "pp 1 x dp 1 x tp 1000: that is 1000 ranks, and this host has .* Use fewer, or more hosts",
+    "train --cp 2": "--cp 2: context parallelism is not available yet. Use --sequence-parallel with a larger --tp",
+    "train --ep 2": "--ep 2: expert parallelism is not available yet. Use --tp, --pp and --dp",
+    "train --pp 5": '"layers": 4, --pp 5: each stage needs at least one layer. Use --pp 4 or less',
+    "train --pp 2 --model {tmp}/tied.json": '"tied": true, --pp 2: .* Use "tied": false, or --pp 1 (names in quotes are fields of the file',
     "train --pp -1 --dp -1": "--pp -1: only --dp can be left open. Give --pp a size of 1 or more",
-    "train --dp 3": "global_batch=16, dp=3: dp must divide global_batch, .* Use global_batch=18",
-    "train --tp 2 --sequence-parallel --seq 7": "seq=7, tp=2, .* Use seq=8, or sequence_parallel=False",
-    "train --model nope": "model 'nope': neither a known name nor a file. Known names: tiny",
-    "train --dtype float16": "dtype='float16': fp16 needs loss scaling, .* Use bfloat16",
-    "train --schedule nonsense": "argument --schedule: invalid choice: 'nonsense' (choose from .*gpipe.*, .*1f1b.*)",
-    "train --zero-stage 3": "zero_stage=3: zero_stage must be one of 0, 1. The default is 1",
+    "train --dp 3": "--global-batch-size 16, --dp 3: dp must divide --global-batch-size, so .* Use --global-batch-size 18",
+    "train --micro-batch-size 0": "--micro-batch-size 0: --micro-batch-size must be .* Try --micro-batch-size 1 or more",
+    "train --tp 2 --sequence-parallel --seq 7": "--seq 7, --tp 2, --sequence-parallel: .* Use --seq 8, or no --sequence-parallel",
+    "train --model nope": ".*nope.* neither a known name nor a file. ",
+    "train --dtype fp16": "--dtype float16: fp16 needs loss scaling, .* Use bfloat16",
+    "train --schedule zb": "--schedule zb: gpipe and 1f1b are here; .* zero-bubble schedules are not available yet. Use --schedule 1f1b",
+    "train --zero-stage 3": "--zero-stage 3: 0 and 1 are here; 2 and 3 are not available yet. Use --zero-stage 1, and ",
     "train --device cuda": "--device cuda: torch sees no GPU here. Use --device cpu",
-    "train --steps -1": "steps=-1: steps must be a positive integer. Try steps=1 or more",
-    "train --steps many": "argument --steps: invalid int value: 'many'",
-    "train --lr nan": "lr=nan: lr must be finite and at least 0. Try the default lr=0.001",
-    "train --lr -1": "lr=-1.0: lr must be finite and at least 0. Try the default lr=0.001",
-    "train --max-norm -1": "max_norm=-1.0: max_norm must be above 0. ",
+    "train --steps -1": "--steps -1: steps must be a positive integer. Try --steps 1 or more",
+    "train --steps many": "argument --steps: invalid int value: 'many'. See pymesh3d train --help",
+    "train --lr nan": "--lr nan: lr must be .* --lr 0.001",
+    "train --lr -1": "--lr -1.0: lr must be .* --lr 0.001",
+    "train --max-norm -1": "--max-norm -1.0: --max-norm must be .* --max-norm 0 ",
     "train --warmup-steps -1": "--warmup-steps -1: it must be 0 or more. Use 0 ",
     "train --save-every -1 --save {tmp}/new": "--save-every -1: it must be 1 or more. Leave it out ",
     "train --save-every 5": "--save-every 5: there is no folder to save to. Add --save DIR",
     "train --timeout 0": "--timeout 0: it must be above 0 s .* Use --timeout 300",
+    "train --timeout inf": "--timeout inf: it must be above 0 s .* Use --timeout 300",
     "train --tp -1": "--tp -1: only --dp can be left open. Give --tp a size of 1 or more",
     "train --save /proc/x": "--save /proc/x: cannot be written to (No such file or directory). Choose another folder",
-    "train --seed -1": "seed=-1: a seed must be an integer from 0 to 2**64 - 1. Use seed=0",
-    "train --data {tmp}/missing": "data {tmp}/missing: {tmp}/missing does not exist. Give a text file",
-    "train --data {tmp}/empty.txt": "data {tmp}/empty.txt: it is empty. Give a text file",
-    "train --data {tmp}/short.txt": "data {tmp}/short.txt, seq=128: its 60 tokens are fewer .* Use more text, or seq=59 or less",
-    "train --data {tmp}/short.txt --seq 32": "global_batch=16, seq=32: .* has only 1 windows .* Use global_batch=1 or less",
-    "train --data {tmp}/ids.npy": "data {tmp}/ids.npy, vocab=256: it holds the id 999, .* The least vocab that works is 1000",
+    "train --seed -1": "--seed -1: a seed must be an integer from 0 to 2**64 - 1. Use --seed 0",
+    "train --data {tmp}/missing": "--data {tmp}/missing: it does not exist. Give a text file",
+    "train --data {tmp}/empty.txt": "--data {tmp}/empty.txt: it is empty. Give a text file",
+    "train --data /dev/null": "--data /dev/null: it is neither a file nor a folder, .* Give a text file",
+    "train --data=": "argument --data: the name is empty; give one, or leave the option out. See pymesh3d train --help",
+    "train --data {tmp}/short.txt": "--data {tmp}/short.txt, --seq 128: its 60 tokens are fewer .* Use more text, or --seq 59 or less",
+    "train --data {tmp}/short.txt --seq 32": "--global-batch-size 16, --seq 32: .* 1 window .* --global-batch-size 1 or less, --seq 3 or",
+    "train --data {tmp}/ids.npy": '--data {tmp}/ids.npy, "vocab": 256: .* the id 999, .* Use "vocab": 1000 or more (names in quotes ',
     "train --out {tmp}/no/loss.png": "--out {tmp}/no/loss.png: there is no such folder. mkdir -p {tmp}/no",
-    "train --out {tmp}/x.jpg": "--out {tmp}/x.jpg: the picture's file must end in .png, .svg or .pdf. Use --out loss.png",
+    "train --out {tmp}/x.unknown": "--out {tmp}/x.unknown: the end of its name picks the format, .*png, .* Use --out picture.png",
     "train --log-json {tmp}": "--log-json {tmp}: it is a folder. Give the name of a file",
     "train --save {tmp}/used": "--save {tmp}/used: holds checkpoints up to step 7. Add --resume {tmp}/used, or choose another",
     "train --resume {tmp}/new": "--resume {tmp}/new: holds no complete checkpoint. Give the directory that --save wrote to",
-    "train --nonsense": "unrecognized arguments: --nonsense",
+    "train --nonsense": "unrecognized arguments: --nonsense. See pymesh3d train --help",
+    "train --micro-batchsize 2": "unrecognized arguments: --micro-batchsize 2 (did you mean --micro-batch-size?). See pymesh3d train --h",
     "check --world 0": "--world 0: needs at least one rank. Use --world 8",
+    "check --world 1000000": "--world 1000000: that is 1000000 ranks, and this host has .* Use fewer, or more hosts with torchrun",
+    "check --device cuda": "--device cuda: torch sees no GPU here. Use --device cpu",
     "check --json {tmp}/no/check.json": "--json {tmp}/no/check.json: there is no such folder. mkdir -p {tmp}/no",
-    "bench nothing": "argument name: invalid choice: 'nothing'",
+    "draw --pp 0": "--pp 0: pp must be a positive integer. Try --pp 1 or more",
+    "draw --pp 1000": "--pp 1000 --microbatches 8: a drawing has at most 256 stages, .* Use --pp 16 --microbatches 64",
+    "draw --schedule zb": "--schedule zb: gpipe and 1f1b are here; .* Use --schedule 1f1b",
+    "draw --out {tmp}/no/x.png": "--out {tmp}/no/x.png: there is no such folder. mkdir -p {tmp}/no",
+    "draw --out {tmp}/x.unknown": "--out {tmp}/x.unknown: the end of its name picks the format, .* Use --out picture.png",
+    "draw --json {tmp}/empty.txt/x": "--json {tmp}/empty.txt/x: {tmp}/empty.txt is a file. Give the name of a file in a folder",
+    "env --json {tmp}": "--json {tmp}: it is a folder. Give the name of a file",
+    "bench philox --json=": "argument --json: the name is empty; ",
+    "bench nothing": "argument name: invalid choice: 'nothing' .* See pymesh3d bench --help",
     "nothing": "argument command: invalid choice: 'nothing'",
     "": "the following arguments are required: command. See pymesh3d --help",
 }
@@ -113,6 +156,8 @@ def test_what_cannot_run_is_refused_in_one_line(
 ) -> None:
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("x" * 60)
+    (tmp_path / "tied.json").write_text('{"tied": true}')
+    (tmp_path / "wide.json").write_text('{"dim": 2000, "heads": 1000, "kv_heads": 1000, "ffn": 1000}')
     np.save(tmp_path / "ids.npy", np.array([999] + [1] * 10_000))
     (tmp_path / "used" / "step-00000007").mkdir(parents=True)
     (tmp_path / "used" / "step-00000007" / "manifest.json").write_text("{}")
@@ -125,6 +170,58 @@ def test_what_cannot_run_is_refused_in_one_line(
     pattern = "pymesh3d: " + re.escape(REFUSALS[line]).replace(r"\{tmp\}", re.escape(str(tmp_path))).replace(r"\.\*", ".*")
     assert re.match(pattern, err), err
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (ConfigError("seq=7", "too long", "Use global_batch=3"), 2, "--seq 7: too long. Use --global-batch-size 3"),
+        (CheckpointError("resume='a'", "is not whole", "Use another"), 2, "--resume a: is not whole. Use another"),
+        (OSError("--save a: the disk is full"), 1, "--save a: the disk is full"),
+        (DistributedError("rank 0: all is lost"), 1, "rank 0: all is lost"),
+        (torch.OutOfMemoryError("CUDA out of memory.\nMany words"), 1, "out of memory (CUDA out of memory.). Use more ranks, or a smaller"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), 1, "out of memory (DefaultCPUAllocator: can't"),
+    ],
+)
+def test_a_refusal_is_2_and_a_failure_is_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, status: int, words: str
+) -> None:
+    def fail(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(cli.train, "run", fail)
+    assert cli.main(["train", "--device", "cpu"]) == status
+    err = capsys.readouterr().err
+    assert err.startswith(f"pymesh3d: {words}") and err.count("\n") == 1
+
+
+def test_a_fault_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli.train, "run", lambda job: [][job.timeout])
+    with pytest.raises(TypeError):
+        cli.main(["train", "--device", "cpu"])
+
+
+def test_of_ranks_with_the_same_words_the_first_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """And those with other words too, also after a restart; without the store of an agent, everyone does."""
+    store = loopback_store()
+    environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port), "WORLD_SIZE": "3"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    def said(rank: int, text: str, restart: int = 0) -> str:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
+        cli._say_once(text)
+        return capsys.readouterr().err
+
+    assert said(1, "no data") == "[rank 1] pymesh3d: no data\n"
+    assert said(0, "no data") == "" == said(1, "no data")
+    assert said(2, "no GPU") == "[rank 2] pymesh3d: no GPU\n"
+    assert said(0, "no data", restart=1) == "[rank 0] pymesh3d: no data\n"
+    monkeypatch.setenv("MASTER_PORT", "none")
+    assert said(0, "no data") == "[rank 0] pymesh3d: no data\n"
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    assert said(0, "no data") == "[rank 0] pymesh3d: no data\n"
 
 
 def command(*arguments: str, stdout: int = subprocess.PIPE, **environ: str) -> subprocess.Popen[str]:
@@ -157,25 +254,24 @@ def free_port() -> str:
 
 def test_under_torchrun_what_cannot_run_or_meet_ends_with_a_word() -> None:
     """A world that does not fit, nonsense in torchrun's variables, a port in use, and a rank that never comes; all at once."""
+    agent = loopback_store()
     with socket.create_server((LOOPBACK, 0)) as taken:
         meeting = {"LOCAL_RANK": "0", "RANK": "0", "MASTER_ADDR": LOOPBACK}
-        busy = command("train", "--timeout", "5", *SMALL, WORLD_SIZE="1", **meeting, MASTER_PORT=str(taken.getsockname()[1]))
+        busy = command("train", "--tp", "2", "--timeout", "5", *SMALL, WORLD_SIZE="2", **meeting, MASTER_PORT=str(taken.getsockname()[1]))
         lonely = command("train", "--tp", "2", "--timeout", "2", *SMALL, WORLD_SIZE="2", **meeting, MASTER_PORT=free_port())
-        misfit = command("train", "--tp", "4", *SMALL, RANK="0", WORLD_SIZE="6")
+        joined = {"WORLD_SIZE": "6", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(agent.port)}
+        misfits = [command("train", "--tp", "4", *SMALL, RANK=rank, **joined) for rank in ("0", "1")]
         nonsense = command("train", *SMALL, RANK="0", WORLD_SIZE="six")
-        assert ended(misfit, 60) == (
-            2,
-            "",
-            "[rank 0] pymesh3d: world size 6 with pp 1 x dp -1 x tp 4: the axes multiply to 4, which must divide the world size. "
-            "With 6 ranks pp 1 x dp 2 x tp 3 fits\n",
-        )
+        silent, (status, out, err) = sorted(ended(misfit, 60) for misfit in misfits)
+        assert silent == (2, "", "") and (status, out) == (2, ""), "one speaks for both"
+        assert re.fullmatch(r"\[rank [01]\] pymesh3d: world size 6 with pp 1 x dp -1 x tp 4: the axes multiply to 4, which .*\n", err)
         status, out, err = ended(nonsense, 60)
         assert (status, out) == (2, "") and err.startswith("[rank 0] pymesh3d: WORLD_SIZE=six: the environment variable must be")
         status, _, err = ended(lonely, 60)
         assert status == 1 and "rank 0 of 2 could not meet the others at 127.0.0.1:" in err and "within 2 s" in err
         assert "if ranks are missing, look at their own output" in err and "Traceback" not in err
         status, _, err = ended(busy, 60)
-        assert status == 1 and f"rank 0 of 1 could not meet the others at 127.0.0.1:{taken.getsockname()[1]}" in err
+        assert status == 1 and f"rank 0 of 2 could not meet the others at 127.0.0.1:{taken.getsockname()[1]}" in err
         assert "If the port is in use, give another MASTER_PORT" in err and "Traceback" not in err
 
 
@@ -242,7 +338,7 @@ def test_a_killed_rank_ends_the_others_and_is_named() -> None:
         errors = one.errors(10)
         assert until(lambda: all(map(gone, pids)), 1)
     assert one.process.returncode == 128 + signal.SIGKILL
-    assert "pymesh3d: rank 1 was ended by SIGKILL, perhaps because the machine ran out of memory; stopping the others" in errors
+    assert "pymesh3d: rank 1 was ended by SIGKILL, perhaps because the machine ran out of memory" in errors
     assert re.search(r"\[rank 0\] pymesh3d: rank 0: .* over axis \w+ with ranks \[1\] failed after [\d.]+ s: ", errors)
     assert "Traceback" not in errors
 
@@ -260,6 +356,14 @@ def test_a_frozen_rank_is_waited_for_no_longer_than_the_timeout() -> None:
     assert one.process.returncode == 1
     assert re.search(r"\[rank 0\] pymesh3d: rank 0: [\w-]+ over axis \w+ with ranks \[1\] failed after 3\.\d s: ", errors)
     assert "pymesh3d: rank 0 ended with exit code 1; stopping the others" in errors and "Traceback" not in errors
+
+
+@needs_proc
+def test_ctrl_c_in_the_first_second_is_quiet_too() -> None:
+    process = command("env")
+    assert until(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text(), 30), "it imports torch"
+    process.send_signal(signal.SIGINT)
+    assert ended(process, 20) == (130, "", "")
 
 
 @needs_proc
@@ -306,7 +410,9 @@ def test_what_a_newcomer_sees(tmp_path: Path) -> None:
         1,
         1,
     ]
-    assert out.endswith(f"loss curve: {picture}\n") and f"saved {saved}/step-00000002\n" in out
+    assert f"saved {saved}/step-00000002\n" in out and "MFU" not in out
+    reached, kept = r"2 steps in 0:\d\d \([\d,]+ tokens/s\), loss from 5\.\d{4} to 5\.\d{4}", f"log: {log}; picture: {picture}"
+    assert re.search(rf"\n{reached}; {re.escape(kept)}; checkpoint: {re.escape(str(saved))}/step-00000002\n$", out)
     assert [json.loads(line)["tokens"] for line in log.read_text().splitlines()] == [128, 128]
     assert picture.read_bytes().startswith(b"\x89PNG") and (saved / "step-00000002" / "manifest.json").is_file()
 

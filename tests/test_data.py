@@ -89,9 +89,9 @@ def write(path: Path, content: object) -> str:
         ("empty.bin", b"", 256, ["is empty"]),
         ("short.txt", b"12345678", 256, ["seq=8", "8 tokens", "seq + 1 = 9", "seq=7 or less"]),
         ("one.txt", b"1", 256, ["its 1 tokens are fewer than seq + 1 = 9. Use more text"]),
-        ("high.txt", b"\xff" * 20, 255, ["vocab=255", "the id 255", "least vocab that works is 256"]),
-        ("high.npy", np.arange(20), 19, ["vocab=19", "the id 19", "least vocab that works is 20"]),
-        ("high.bin", np.full(20, 500, "<u2").tobytes(), 256, ["the id 500", "least vocab that works is 501"]),
+        ("high.txt", b"\xff" * 20, 255, ["vocab=255", "the id 255", "Use vocab=256 or more"]),
+        ("high.npy", np.arange(20), 19, ["vocab=19", "the id 19", "Use vocab=20 or more"]),
+        ("high.bin", np.full(20, 500, "<u2").tobytes(), 256, ["the id 500", "Use vocab=501 or more"]),
         ("negative.npy", np.arange(-3, 20), 256, ["the id -3", "ids start at 0"]),
         ("float.npy", np.zeros(20), 256, ["float64", "integers"]),
         ("bool.npy", np.zeros(20, bool), 256, ["bool", "integers"]),
@@ -116,8 +116,20 @@ def test_exactly_one_window_is_enough(tmp_path):
 
 
 def test_missing_file(tmp_path):
-    with pytest.raises(DataError, match=r"absent\.txt does not exist. Give a text file"):
+    with pytest.raises(DataError, match=r"absent\.txt': it does not exist. Give a text file"):
         load_corpus(str(tmp_path / "absent.txt"), 256, 8)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes here")
+def test_pipes_and_devices_are_no_corpora(tmp_path):
+    """They would keep the first rank that reads waiting, or give the others nothing."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "gone").symlink_to(tmp_path / "nothing")
+    (tmp_path / "text").write_text("123456789")
+    for path in (str(tmp_path / "pipe"), os.devnull):
+        with pytest.raises(DataError, match=r"it is neither a file nor a folder, .* Give a text file"):
+            load_corpus(path, 256, 8)
+    assert load_corpus(str(tmp_path), 256, 8).tokens.tobytes() == b"123456789"
 
 
 def test_folder_without_text(tmp_path):

@@ -2,41 +2,43 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from pymesh3d.commands.files import require_picture, write_json, writing
 from pymesh3d.errors import ConfigError
 from pymesh3d.schedule import Timeline, build, simulate
-from pymesh3d.schedule.draw import caption, to_png, to_text
+from pymesh3d.schedule.draw import caption, heading, legend, to_png, to_text
+
+MOST_STAGES, MOST_BOXES = 256, 20_000  # beyond, nobody can see anything, and a picture has no room
+ACTIONS = "F0, B0: forward and backward of microbatch 0; SF0, RF0: its activations are sent, received; SB0, RB0: its gradients"
 
 
 def run(schedule: str, pp: int, microbatches: int, out: str | None = None, json_file: str | None = None) -> int:
     """Print the schedule, its grid, both bubbles and the microbatches in flight, a backward taken as long as two forwards.
 
-    `out` names a picture to write, `json_file` a file for the same in numbers. Returns the exit status. Raises ConfigError.
+    `out` names a picture to write, `json_file` a file for the same in numbers. Returns the exit status. Raises ConfigError and OSError.
     """
+    require_picture("--out", out)
+    if pp > MOST_STAGES or 2 * pp * microbatches > MOST_BOXES:
+        rule = f"a drawing has at most {MOST_STAGES} stages, and {MOST_BOXES} forwards and backwards in all"
+        raise ConfigError(f"--pp {pp} --microbatches {microbatches}", rule, "Use --pp 16 --microbatches 64")
     timeline = simulate(build(schedule, pp, microbatches))
     console = Console(highlight=False, soft_wrap=True)
-    console.print(str(timeline.schedule), markup=False)
-    console.print(f"\n{to_text(timeline, width=console.width, markup=True)}\n")
+    lines = str(timeline.schedule).splitlines()[1:]  # all but its head
+    console.print("\n".join([f"schedule {heading(timeline)}", *lines]), markup=False)
+    console.print(ACTIONS, markup=False)
+    console.print(f"\n{to_text(timeline, width=console.width, markup=True)}")
+    console.print(f"{legend(timeline, markup=True)}\n")
     console.print(caption(timeline), markup=False)
-    console.print(f"In flight at most, by stage: {' '.join(map(str, timeline.in_flight))}", markup=False)
+    console.print(f"Microbatches in flight at most, by stage: {' '.join(map(str, timeline.in_flight))}", markup=False)
     if out:
-        to_png(timeline, out)
+        with writing("--out", out):
+            to_png(timeline, out)
         console.print(f"Picture: {out}", markup=False)
-    if json_file:
-        _write(json_file, timeline)
+    write_json(json_file, _numbers(timeline))
     return 0
-
-
-def _write(path: str, timeline: Timeline) -> None:
-    try:
-        Path(path).write_text(json.dumps(_numbers(timeline), indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError(f"--json {path}", f"cannot be written ({error.strerror})", "Name a file in an existing folder") from error
 
 
 def _numbers(timeline: Timeline) -> dict[str, Any]:

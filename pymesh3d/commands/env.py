@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from rich.table import Table
 
 from pymesh3d import __version__
 from pymesh3d.comm import native
-from pymesh3d.errors import ConfigError
+from pymesh3d.commands.files import write_json
 from pymesh3d.triton_kernels import backend
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -127,7 +125,7 @@ def collect() -> dict[str, Any]:
 def run(json_file: str | None = None) -> int:
     """Print the report, and write it to `json_file` if one is given. Returns the exit status.
 
-    Raises ConfigError if the file cannot be written.
+    Raises OSError if the file cannot be written.
     """
     report = collect()
     table = Table("part", "here", box=None, pad_edge=False, header_style="bold")
@@ -139,10 +137,5 @@ def run(json_file: str | None = None) -> int:
         if found["why"]:
             why, instead = escape(found["why"]), escape(found["instead"])
             console.print(f"\n[yellow]{name}[/]: {why}.\n  Instead: {instead}.", highlight=False, soft_wrap=True)
-    if json_file is not None:
-        try:
-            Path(json_file).write_text(json.dumps(report, indent=2) + "\n")
-        except OSError as error:
-            rule = f"the file cannot be written ({error.strerror})"
-            raise ConfigError(f"--json {json_file}", rule, "Name a file in a folder that exists") from error
+    write_json(json_file, report)
     return 0

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -68,10 +69,11 @@ class Progress:
         self.console.print(table)
 
     @contextlib.contextmanager
-    def steps(self, first: int, last: int) -> Iterator[None]:
-        """While training: a bar with the time left under the lines of the steps, where the output is a terminal."""
-        self.say(f"{'step':>6} {'loss':>9} {'grad norm':>10} {'tokens/s':>10} {'TFLOP/s':>8} {'MFU':>6} {'GiB':>6} {'time left':>9}")
-        self._began, self._first, self._last = time.monotonic(), first, last
+    def steps(self, first: int, last: int, *, mfu: bool) -> Iterator[None]:
+        """While training: a bar with the time left under the lines of the steps, where the output is a terminal; `mfu` adds its column."""
+        names = f"{'step':>6} {'loss':>9} {'grad norm':>10} {'tokens/s':>10} {'TFLOP/s':>8}"
+        self.say(f"{names}{'    MFU' if mfu else ''} {'GiB':>6} {'time left':>9}")
+        self._began, self._first, self._last, self._mfu = time.monotonic(), first, last, mfu
         if self.quiet or not self.console.is_terminal:
             yield
             return
@@ -85,9 +87,10 @@ class Progress:
         """One step's line."""
         done = int(line["step"] or 0)
         left = (time.monotonic() - self._began) / (done - self._first) * (self._last - done)
-        tps, mfu = float(line["tps"] or 0), line["mfu"]
-        speed = f"{tps:>10,.0f} {line['tflops']:>8.3g} {'-' if mfu is None else f'{mfu:.1%}':>6} {line['memory_gib']:>6.2f}"
-        self.say(f"{done:>6} {line['loss']:>9.4f} {line['grad_norm']:>10.4f} {speed} {_clock(left):>9}")
+        speed = f"{_rounded(float(line['tps'] or 0)):>10} {_steady(float(line['tflops'] or 0)):>8}"
+        if self._mfu:
+            speed += f" {'-' if line['mfu'] is None else format(line['mfu'], '.1%'):>6}"
+        self.say(f"{done:>6} {line['loss']:>9.4f} {line['grad_norm']:>10.4f} {speed} {line['memory_gib']:>6.2f} {_clock(left):>9}")
         if self._bar is not None:
             self._bar.update(self._task, completed=done)
 
@@ -101,6 +104,24 @@ class Progress:
         means = [sum(group) / len(group) for group in groups]
         blocks = "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * (mean - low) / max(high - low, 1e-12)))] for mean in means)
         self.say(f"loss {finite[0]:.4f} {blocks} {finite[-1]:.4f}")
+
+    def reached(self, losses: Sequence[float], tokens: int, places: Mapping[str, str | Path | None]) -> None:
+        """The last line: what these steps came to, and under which name each thing was kept."""
+        seconds = time.monotonic() - self._began
+        steps = "1 step" if len(losses) == 1 else f"{len(losses)} steps"
+        loss = f"{losses[0]:.4f}" if len(losses) == 1 else f"from {losses[0]:.4f} to {losses[-1]:.4f}"
+        kept = "".join(f"; {name}: {place}" for name, place in places.items() if place)
+        self.say(f"{steps} in {_clock(seconds)} ({_rounded(tokens / seconds)} tokens/s), loss {loss}{kept}")
+
+
+def _rounded(number: float) -> str:
+    """To three digits, because the others change from step to step: 12,300."""
+    return f"{float(f'{number:.3g}'):,.0f}"
+
+
+def _steady(tflops: float) -> str:
+    """With as many decimals as its size deserves, zeros included, so that the point stands still from step to step."""
+    return f"{tflops:.{4 if tflops < 1 else 1 if tflops < 100 else 0}f}"
 
 
 def _clock(seconds: float) -> str:

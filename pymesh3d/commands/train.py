@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib.util
 import json
 import math
-import os
 import resource
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
 from pymesh3d.checkpoint.load import load
-from pymesh3d.checkpoint.manifest import newest
+from pymesh3d.checkpoint.manifest import folder_of, newest, read
 from pymesh3d.checkpoint.save import save
 from pymesh3d.comm.collectives import gather_rows
+from pymesh3d.commands.files import require_folder, require_picture, require_writable, write, writing
 from pymesh3d.commands.progress import Progress, draw_loss
-from pymesh3d.config import Layout, ModelConfig, TrainConfig, validate
+from pymesh3d.config import AXES, Layout, ModelConfig, TrainConfig, validate
 from pymesh3d.data import Batches, load_corpus
 from pymesh3d.engine import Engine, StepResult, parallelize
 from pymesh3d.errors import CheckpointError, ConfigError
@@ -74,51 +71,46 @@ class Job:
 def prepare(job: Job) -> Batches:
     """Check all that can be checked without other ranks, and open the data. Raises ConfigError."""
     validate(job.model, job.layout, job.train)
-    if job.out and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(f"--out {job.out}", "drawing needs matplotlib", "pip install matplotlib, or leave --out away")
-    if job.out and Path(job.out).suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--out {job.out}", "the picture's file must end in .png, .svg or .pdf", "Use --out loss.png")
-    for option, file in (("--out", job.out), ("--log-json", job.log_json)):
-        require_writable(option, file)
-    if job.save and Path(job.save).exists() and not Path(job.save).is_dir():
-        raise CheckpointError(f"--save {job.save}", "it is a file, and checkpoints go into a folder", "Choose another name")
-    if job.save:
-        require_writable_folder("--save", Path(job.save))
+    require_picture("--out", job.out)
+    require_writable("--log-json", job.log_json)
     goes_on = job.save and job.resume and Path(job.save).resolve() == Path(job.resume).resolve()
     if job.save and not goes_on and newest(Path(job.save)) is not None:
         raise CheckpointError(
             f"--save {job.save}", f"holds checkpoints up to step {newest(Path(job.save))}", f"Add --resume {job.save}, or choose another"
         )
-    if job.resume and newest(Path(job.resume)) is None:
-        raise CheckpointError(f"--resume {job.resume}", "holds no complete checkpoint", "Give the directory that --save wrote to")
+    if job.resume:
+        _require_same_run(job, job.resume)
     corpus = load_corpus(job.data, job.model.vocab, job.train.seq)
-    return Batches(corpus, job.train.seq, job.train.global_batch, job.train.seed)
+    batches = Batches(corpus, job.train.seq, job.train.global_batch, job.train.seed)
+    if job.save:  # last, because it makes the folder
+        require_folder("--save", job.save)
+    return batches
 
 
-def require_writable_folder(option: str, folder: Path) -> None:
-    """Refuse, before hours of training, a folder that cannot be made or written to. Raises ConfigError."""
+def _require_same_run(job: Job, directory: str) -> None:
+    """Refuse to go on from a checkpoint that another model, layout or training wrote. Raises CheckpointError."""
+    step = newest(Path(directory))
+    if step is None:
+        raise CheckpointError(f"--resume {directory}", "holds no complete checkpoint", "Give the directory that --save wrote to")
+    folder = folder_of(Path(directory), step)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(f"{option} {folder}", f"cannot be written to ({error.strerror})", "Choose another folder") from error
-
-
-def require_writable(option: str, file: str | None) -> None:
-    """Refuse a file that cannot be written, before the work that it is to hold. Raises ConfigError."""
-    if file is None:
-        return
-    folder = Path(file).resolve().parent
-    if not folder.is_dir():
-        raise ConfigError(f"{option} {file}", "there is no such folder", f"mkdir -p {Path(file).parent}")
-    if Path(file).is_dir() or not os.access(file if Path(file).exists() else folder, os.W_OK):
-        rule = "it is a folder" if Path(file).is_dir() else "it cannot be written"
-        raise ConfigError(f"{option} {file}", rule, "Give the name of a file in a folder of your own")
+        saved = dict(read(folder)["about"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(
+            f"--resume {directory}", f"{folder} cannot be read ({error})", "Remove that folder to resume from the one before"
+        ) from error
+    about = job.about()
+    changed = [name for name in sorted({*saved, *about}) if saved.get(name) != about.get(name)]
+    before, now = (", ".join(f"{name}={values.get(name)!r}" for name in changed) for values in (saved, about))
+    if any(name in AXES for name in changed):
+        rule = f"it was written with {before}, and to resume on another layout is not available yet"
+        raise CheckpointError(f"resume={directory!r} with {now}", rule, f"Use {before}")
+    if changed:
+        raise CheckpointError(f"resume={directory!r} with {now}", f"it was written by another run, with {before}", f"Use {before}")
 
 
 def run(job: Job) -> int:
-    """Train on the ranks that are here. Raises ConfigError and DistributedError."""
+    """Train on the ranks that are here. Raises ConfigError, DistributedError, and OSError where a file could not be written."""
     batches = prepare(job)
     sizes = {axis: getattr(job.layout, axis) for axis in ("tp", "pp", "dp", "cp")}
     mesh = init_mesh(**sizes, device=job.device, timeout_s=job.timeout)
@@ -126,29 +118,40 @@ def run(job: Job) -> int:
     progress.header(mesh, job.model, job.train, batches.corpus.description)
     engine = parallelize(Llama(job.model, device="meta"), mesh, job.train)
     progress.stages(engine)
-    first = resume(job, engine) if job.resume else 0
+    first = 0
+    if job.resume:
+        first = resume(job, engine)
+        progress.say(f"resumed from {folder_of(Path(job.resume), first)}")
     if first >= job.train.steps:
         progress.say(f"the checkpoint has taken {first} steps of {job.train.steps}: nothing is left to do. Give more with --steps")
+        mesh.close()
+        return 0
+    log, out = (job.log_json, job.out) if mesh.rank == 0 else (None, None)
+    write("--log-json", log, "", more=first > 0)  # begun anew, or gone on with
+    peak = peak_flops(torch.cuda.get_device_name(mesh.device), job.train.dtype) if mesh.device.type == "cuda" else None
     losses: list[float] = []
-    with _lines(job.log_json if mesh.rank == 0 else None, more=first > 0) as log, progress.steps(first, job.train.steps):
+    tokens_seen = 0
+    saved = None
+    with progress.steps(first, job.train.steps, mfu=peak is not None):
         for step in range(first, job.train.steps):
             began = time.perf_counter()
             tokens, targets = (torch.from_numpy(part) for part in batches.batch(step, mesh.dp.rank, mesh.dp.size))
             for group in engine.optimizer.param_groups:
                 group["lr"] = job.learning_rate(engine.steps_taken)
             result = engine.train_step((tokens, targets))
-            line = measure(step + 1, result, time.perf_counter() - began, job, mesh)
+            line = measure(step + 1, result, time.perf_counter() - began, job, mesh, peak)
             progress.step(line)
             losses.append(result.loss)
-            if log:
-                print(json_of(line), file=log, flush=True)
+            tokens_seen += result.tokens
+            write("--log-json", log, json_of(line) + "\n", more=True)
             if job.save and (step + 1 == job.train.steps or (job.save_every and (step + 1) % job.save_every == 0)):
-                folder = save(Path(job.save), step + 1, engine.state(), job.about(), mesh)
-                progress.say(f"saved {folder}")
+                saved = keep(job.save, step + 1, engine, job)
+                progress.say(f"saved {saved}")
     progress.curve(losses)
-    if job.out and losses and mesh.rank == 0:
-        draw_loss(losses, first + 1, job.out, f"{mesh.layout}, {job.model.layers} layers, {batches.corpus.description}")
-        progress.say(f"loss curve: {job.out}")
+    if out:
+        with writing("--out", out):
+            draw_loss(losses, first + 1, out, f"{mesh.layout}, {job.model.layers} layers, {batches.corpus.description}")
+    progress.reached(losses, tokens_seen, {"log": job.log_json, "picture": job.out, "checkpoint": saved})
     mesh.close()
     return 0
 
@@ -161,10 +164,20 @@ def resume(job: Job, engine: Engine) -> int:
     return step
 
 
-def measure(step: int, result: StepResult, seconds: float, job: Job, mesh: Mesh) -> dict[str, float | int | None]:
-    """The line of one step: tokens are those of the whole global batch, counted once; memory is the fullest rank's peak."""
+def keep(directory: str, step: int, engine: Engine, job: Job) -> Path:
+    """Write a checkpoint; its folder. Raises OSError when it could not be written: a failure of the run, no longer a refusal."""
+    try:
+        return save(Path(directory), step, engine.state(), job.about(), engine.mesh)
+    except CheckpointError as error:
+        raise OSError(str(error)) from error
+
+
+def measure(step: int, result: StepResult, seconds: float, job: Job, mesh: Mesh, peak: float | None) -> dict[str, float | int | None]:
+    """The line of one step: tokens are those of the whole global batch, counted once; memory is the fullest rank's peak.
+
+    `peak` is what one device can do at best, in FLOP/s, where that is known.
+    """
     tflops = result.tokens / seconds * flops_per_token(job.model, job.train.seq) / mesh.layout.world / 1e12
-    peak = peak_flops(torch.cuda.get_device_name(mesh.device), job.train.dtype) if mesh.device.type == "cuda" else None
     memory = torch.tensor(_memory_gib(mesh.device), dtype=torch.float64, device=mesh.device)
     return {
         "step": step,
@@ -188,13 +201,3 @@ def _memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
-
-
-@contextlib.contextmanager
-def _lines(path: str | None, *, more: bool) -> Iterator[TextIO | None]:
-    """The log, begun anew, or with `more` lines after those it has."""
-    if path is None:
-        yield None
-    else:
-        with open(path, "a" if more else "w") as file:
-            yield file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,13 +25,33 @@ LANE_HEIGHT = 0.46  # inches
 POINTS_OF_DIGIT = 4.6  # the width of a digit in the numbers of the boxes
 
 
+def heading(timeline: Timeline) -> str:
+    """The schedule's name and sizes in words."""
+    schedule = timeline.schedule
+    virtual = f", virtual {schedule.virtual}" if schedule.virtual > 1 else ""
+    return f"{schedule.name}: pp {schedule.pp}, microbatches {schedule.microbatches}{virtual}"
+
+
 def caption(timeline: Timeline) -> str:
     """Both bubbles in words."""
     return f"Bubble: {timeline.bubble_of_step:.1%} of the step, {timeline.bubble_in_span:.1%} inside the ranks' own spans"
 
 
+def unit(timeline: Timeline) -> str:
+    """What the numbers at the time axis count, where that is plain: "time (1 = a forward)"."""
+    forwards = {span.end - span.start for rank in range(timeline.schedule.pp) for span in timeline.compute(rank) if span.action.kind == "F"}
+    return "time (1 = a forward)" if forwards == {1.0} else "time"
+
+
+def legend(timeline: Timeline, markup: bool = False) -> str:
+    """What the boxes of `to_text` mean, in their own colours with `markup`."""
+    boxes = {kind: f"{kind}0" if kind == "F" else f"{kind}0{FILL[kind] * 2}" for kind in _kinds(timeline)}
+    shown = [f"{_coloured(box, kind, markup)} {MEANING[kind]}" for kind, box in boxes.items()]
+    return f"{', '.join(shown)} of microbatch 0, blank: idle; {unit(timeline)} to the right"
+
+
 def to_text(timeline: Timeline, width: int = 120, markup: bool = False) -> str:
-    """One line a rank, time to the right: `F3` is the forward of microbatch 3, `B3==` its backward, blank is idle.
+    """One line a rank, time to the right: `F3` is the forward of microbatch 3, `B3==` its backward, blank is idle; below, the axis.
 
     A grid wider than `width` columns continues below. With `markup`, boxes carry rich's colour tags.
     """
@@ -41,9 +62,21 @@ def to_text(timeline: Timeline, width: int = 120, markup: bool = False) -> str:
     step = max(width - margin, 16)
     blocks = []
     for low in range(0, columns, step):
-        lines = [_line(timeline.compute(rank), scale, low, min(low + step, columns), markup) for rank in range(timeline.schedule.pp)]
-        blocks.append("\n".join(f"{name:{margin}}{line}" for name, line in zip(names, lines, strict=True)))
+        high = min(low + step, columns)
+        lines = [_line(timeline.compute(rank), scale, low, high, markup) for rank in range(timeline.schedule.pp)]
+        lines.append(_axis(timeline.makespan, scale, low, high))
+        blocks.append("\n".join(f"{name:{margin}}{line}" for name, line in zip([*names, "time"], lines, strict=True)))
     return "\n\n".join(blocks)
+
+
+def _kinds(timeline: Timeline) -> list[str]:
+    """The kinds of boxes that occur."""
+    present = {span.action.kind for rank in range(timeline.schedule.pp) for span in timeline.compute(rank)}
+    return [kind for kind in MEANING if kind in present]
+
+
+def _coloured(box: str, kind: str, markup: bool) -> str:
+    return f"[{MARKUP[kind]}]{box}[/]" if markup else box
 
 
 def _label(span: Span) -> str:
@@ -68,23 +101,32 @@ def _line(spans: list[Span], scale: float, low: int, high: int, markup: bool) ->
         label = _label(span)
         wanted = start == left or low - left < len(label)
         box = (label if wanted and len(label) <= stop - start else "").ljust(stop - start, FILL[span.action.kind])
-        line += " " * (start - at) + (f"[{MARKUP[span.action.kind]}]{box}[/]" if markup else box)
+        line += " " * (start - at) + _coloured(box, span.action.kind, markup)
         at = stop
+    return line
+
+
+def _axis(makespan: float, scale: float, low: int, high: int) -> str:
+    """The columns from `low` to `high` of the time axis: round numbers, each beginning in the column of its time."""
+    room = (len(f"{makespan:.3g}") + 4) / scale
+    apart = next(step for power in itertools.count(-9) for step in (10.0**power, 2 * 10.0**power, 5 * 10.0**power) if step >= room)
+    line = ""
+    for tick in range(int(makespan / apart) + 1):
+        label, column = f"{tick * apart:g}", round(tick * apart * scale) - low
+        if 0 <= column <= high - low - len(label):
+            line = line.ljust(column) + label
     return line
 
 
 def to_png(timeline: Timeline, path: str | Path, title: str | None = None) -> None:
     """Write a picture of the step to `path`; the suffix picks the format (.png, .svg, .pdf).
 
-    Raises ConfigError without matplotlib, for a format it does not write, and where the file cannot be written.
+    Raises ConfigError without matplotlib and for a format it does not write, OSError where the file cannot be written.
     """
     figure = _figure(timeline, title)
     if Path(path).suffix.lstrip(".").lower() not in figure.canvas.get_supported_filetypes():
         raise ConfigError(f"picture {path}", "the suffix of its name picks the format", "Use one of .png, .svg, .pdf")
-    try:
-        figure.savefig(path, dpi=160, facecolor="white")
-    except OSError as error:
-        raise ConfigError(f"picture {path}", f"cannot be written ({error.strerror})", "Name a file in an existing folder") from error
+    figure.savefig(path, dpi=160, facecolor="white")
 
 
 def _figure(timeline: Timeline, title: str | None) -> Figure:
@@ -96,7 +138,7 @@ def _figure(timeline: Timeline, title: str | None) -> Figure:
     schedule = timeline.schedule
     lengths = [span.end - span.start for rank in range(schedule.pp) for span in timeline.compute(rank) if span.end > span.start]
     time = timeline.makespan or 1.0
-    left, right, top, bottom = 0.75, 1.1, 0.82, 0.6  # inches around the lanes
+    left, right, top, bottom = 0.75, 1.1, 0.82, 0.85  # inches around the lanes
     lanes_width = min(max(BOX * time / min(lengths, default=time), SLIM - left - right), WIDE - left - right)
     width, height = left + lanes_width + right, top + LANE_HEIGHT * schedule.pp + bottom
 
@@ -106,11 +148,11 @@ def _figure(timeline: Timeline, title: str | None) -> Figure:
     axes.set_yticks(range(schedule.pp), [f"rank {rank}" for rank in range(schedule.pp)])
     axes.tick_params(axis="y", length=0, labelsize=9, labelcolor=INK, pad=5)
     axes.tick_params(axis="x", length=0, labelsize=8, labelcolor=QUIET)
+    axes.set_xlabel(unit(timeline), fontsize=8.5, color=QUIET, loc="left")
     axes.spines[:].set_visible(False)
     for rank in range(schedule.pp):
         _draw_rank(axes, timeline, rank, points_per_time=72 * lanes_width / time)
-    heading = title or f"{schedule.name}: pp {schedule.pp}, microbatches {schedule.microbatches}"
-    figure.text(left / width, 1 - 0.3 / height, heading, fontsize=12.5, fontweight="bold", color=INK, va="center")
+    figure.text(left / width, 1 - 0.3 / height, title or heading(timeline), fontsize=12.5, fontweight="bold", color=INK, va="center")
     figure.text(left / width, 1 - 0.58 / height, caption(timeline), fontsize=9, color=QUIET, va="center")
     _draw_legend(figure, timeline, (left / width, 0.12 / height))
     return figure
@@ -136,8 +178,8 @@ def _draw_legend(figure: Figure, timeline: Timeline, corner: tuple[float, float]
     """The colours that occur, below the lanes."""
     from matplotlib.patches import Patch
 
-    kinds = {span.action.kind for rank in range(timeline.schedule.pp) for span in timeline.compute(rank)}
-    handles = [Patch(color=colour, label=MEANING[kind]) for kind, colour in COLOUR.items() if kind in kinds]
+    handles = [Patch(color=COLOUR[kind], label=MEANING[kind]) for kind in _kinds(timeline)]
     handles.append(Patch(color=LANE, label="idle"))
+    handles.append(Patch(alpha=0, label="numbers: microbatch"))
     figure.legend(handles=handles, loc="lower left", bbox_to_anchor=corner, ncols=len(handles), borderpad=0, borderaxespad=0,
                   frameon=False, fontsize=8.5, labelcolor=INK, handlelength=1.2)  # fmt: skip

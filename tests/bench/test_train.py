@@ -52,7 +52,7 @@ def test_one_run_is_the_main_job(monkeypatch: pytest.MonkeyPatch) -> None:
     small = ["--device=cpu", "--seq=16", "--global-batch-size=2", "--steps=2"]
     lines = train.run({"tp": 1, "pp": 1, "dp": 1}, small)
     assert [line["step"] for line in lines] == [1, 2] and [line["tokens"] for line in lines] == [32, 32]
-    with pytest.raises(RuntimeError, match="ended with 2:\n\npymesh3d: steps=0: steps must be a positive integer"):
+    with pytest.raises(RuntimeError, match="ended with 2:\n\npymesh3d: --steps 0: steps must be a positive integer"):
         train.run({"tp": 1, "pp": 1, "dp": 1}, [*small, "--steps=0"])
 
 

@@ -24,23 +24,62 @@ Ranks = Callable[..., list[Any]]
 LINE = {"step": 2, "loss": 2.5, "grad_norm": 0.75, "tokens": 64, "tps": 12345.6, "tflops": 412.25, "mfu": None, "memory_gib": 1.5}
 
 
+def columns(text: str, names: str) -> list[list[str]]:
+    """What stands under each of these names, a list a line; lines are as long as the names."""
+    head, *lines = text.splitlines()
+    assert {len(line) for line in lines} == {len(head)}
+    ends = [match.end() for match in re.finditer(names, head)]
+    return [[line[:end].split()[-1] for end in ends] for line in lines]
+
+
 def test_columns_stand_under_their_names(capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(quiet=False)
-    with progress.steps(0, 4):
+    with progress.steps(0, 4, mfu=True):
         progress.step(LINE)
         progress.step({**LINE, "step": 3, "mfu": 0.4125, "loss": math.nan})
-    head, one, two = capsys.readouterr().out.splitlines()
-    ends = [match.end() for match in re.finditer(r"step|loss|grad norm|tokens/s|TFLOP/s|MFU|GiB|time left", head)]
-    assert [one[:end].split()[-1] for end in ends] == ["2", "2.5000", "0.7500", "12,346", "412", "-", "1.50", "0:00"]
-    assert [two[:end].split()[-1] for end in ends] == ["3", "nan", "0.7500", "12,346", "412", "41.2%", "1.50", "0:00"]
-    assert len(head) == len(one) == len(two)
+    assert columns(capsys.readouterr().out, "step|loss|grad norm|tokens/s|TFLOP/s|MFU|GiB|time left") == [
+        ["2", "2.5000", "0.7500", "12,300", "412", "-", "1.50", "0:00"],
+        ["3", "nan", "0.7500", "12,300", "412", "41.2%", "1.50", "0:00"],
+    ]
+
+
+def test_without_a_known_peak_there_is_no_column_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(quiet=False)
+    with progress.steps(0, 4, mfu=False):
+        progress.step(LINE)
+    out = capsys.readouterr().out
+    assert "MFU" not in out
+    assert columns(out, "TFLOP/s|GiB|time left") == [["412", "1.50", "0:00"]]
+
+
+def test_digits_stand_still(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(quiet=False)
+    with progress.steps(0, 100, mfu=False):
+        for step, (tps, tflops) in enumerate([(354.9, 0.0101), (12_345.6, 0.01), (9_876_543.2, 3.04), (99_960.0, 99.9), (0.0, 650.4)], 1):
+            progress.step({**LINE, "step": step, "tps": tps, "tflops": tflops})
+    found = columns(capsys.readouterr().out, "tokens/s|TFLOP/s")
+    assert found == [["355", "0.0101"], ["12,300", "0.0100"], ["9,880,000", "3.0"], ["100,000", "99.9"], ["0", "650"]]
+
+
+def test_the_last_line_says_what_was_reached(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("pymesh3d.commands.progress.time.monotonic", lambda: now)
+    progress = Progress(quiet=False)
+    with progress.steps(10, 13, mfu=False):
+        now += 83.0
+    progress.reached([5.5, 9.0, 2.25], 123_456, {"log": "a.jsonl", "picture": None, "checkpoint": Path("b/[c]")})
+    progress.reached([5.5], 83, {"picture": None})
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "3 steps in 1:23 (1,490 tokens/s), loss from 5.5000 to 2.2500; log: a.jsonl; checkpoint: b/[c]",
+        "1 step in 1:23 (1 tokens/s), loss 5.5000",
+    ]
 
 
 def test_time_left_is_that_of_the_steps_still_to_do(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr("pymesh3d.commands.progress.time.monotonic", lambda: now)
     progress = Progress(quiet=False)
-    with progress.steps(10, 40):  # resumed after 10 steps
+    with progress.steps(10, 40, mfu=False):  # resumed after 10 steps
         now += 30.0
         progress.step({**LINE, "step": 20})
         now += 9000.0
@@ -62,10 +101,11 @@ def test_a_curve_of_blocks(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(quiet=True)
-    with progress.steps(0, 4):
+    with progress.steps(0, 4, mfu=True):
         progress.step(LINE)
     progress.say("x")
     progress.curve([2.0, 1.0])
+    progress.reached([2.0, 1.0], 7, {"log": "x"})
     assert capsys.readouterr().out == ""
 
 

@@ -1,5 +1,7 @@
 """Grids and pictures of schedules, and the command that shows them."""
 
+import dataclasses
+import itertools
 import json
 import re
 import sys
@@ -8,18 +10,35 @@ from pathlib import Path
 import pytest
 from rich.text import Text
 
+from pymesh3d import commands
 from pymesh3d.commands.draw import run
 from pymesh3d.errors import ConfigError
-from pymesh3d.schedule import Times, build, draw, parse, simulate
-from pymesh3d.schedule.draw import caption, to_png, to_text
+from pymesh3d.schedule import Times, build, draw, simulate
+from pymesh3d.schedule.draw import caption, heading, legend, to_png, to_text
 
 GRID = """\
 rank 0  F0F1    B0==F2B1==  B2==
-rank 1    F0B0==F1B1==F2B2=="""
+rank 1    F0B0==F1B1==F2B2==
+time    0         5         10"""
 
 
 def test_grid() -> None:
     assert to_text(simulate(build("1f1b", 2, 3))) == GRID
+
+
+def test_the_legend_says_what_is_in_the_grid() -> None:
+    timeline = simulate(build("1f1b", 2, 3))
+    assert legend(timeline) == "F0 forward, B0== backward of microbatch 0, blank: idle; time (1 = a forward) to the right"
+    assert Text.from_markup(legend(timeline, markup=True)).plain == legend(timeline)
+    assert "[black on light_goldenrod2]B0==[/] backward" in legend(timeline, markup=True)
+    assert legend(simulate(build("1f1b", 2, 3), Times(f=2, b=3))).endswith("blank: idle; time to the right")
+
+
+def test_the_heading_speaks_of_virtual_stages_where_there_are_any() -> None:
+    timeline = simulate(build("gpipe", 1, 2))
+    assert heading(timeline) == "gpipe: pp 1, microbatches 2"
+    two = dataclasses.replace(timeline.schedule, virtual=2)
+    assert heading(dataclasses.replace(timeline, schedule=two)) == "gpipe: pp 1, microbatches 2, virtual 2"
 
 
 def test_grid_in_colour_is_the_same_grid() -> None:
@@ -31,6 +50,23 @@ def test_grid_in_colour_is_the_same_grid() -> None:
 def test_boxes_have_room_for_their_labels() -> None:
     first = to_text(simulate(build("gpipe", 1, 11), Times(f=1, b=1)), width=200).splitlines()[0]
     assert first == "rank 0  F0-F1-F2-F3-F4-F5-F6-F7-F8-F9-F10B0=B1=B2=B3=B4=B5=B6=B7=B8=B9=B10"
+
+
+@pytest.mark.parametrize(("f", "b"), [(1.0, 2.0), (0.003, 0.004), (250.0, 1000.0)])
+def test_numbers_of_the_axis_stand_where_their_time_is(f: float, b: float) -> None:
+    """In every piece of a grid; here the grid has 2, 2 / 0.003 and 2 / 250 columns a unit of time."""
+    timeline = simulate(build("gpipe", 3, 12), Times(f=f, b=b))
+    whole = to_text(timeline, width=100_000).splitlines()
+    columns = max(map(len, whole[:-1])) - 8
+    ticks = [(found.start(), float(found[0])) for found in re.finditer(r"\S+", whole[-1][8:])]
+    assert whole[-1].startswith("time    0 ") and len(ticks) >= 4 and ticks[-1][1] <= timeline.makespan
+    for start, time in ticks:
+        assert start == pytest.approx(time / timeline.makespan * columns, abs=1)
+    apart = [later - earlier for (_, earlier), (_, later) in itertools.pairwise(ticks)]
+    assert apart == pytest.approx([apart[0]] * len(apart)) and f"{apart[0]:e}"[0] in "125"
+    pieces = [block.splitlines()[-1][8:] for block in to_text(timeline, width=48).split("\n\n")]
+    assert all(len(piece) <= 40 for piece in pieces)
+    assert {float(number) for piece in pieces for number in piece.split()} >= {time for start, time in ticks if start % 40 < 35}
 
 
 @pytest.mark.parametrize("width", [24, 25, 26, 40])
@@ -69,6 +105,22 @@ def test_picture(tmp_path: Path) -> None:
     assert "A title" in (tmp_path / "a.svg").read_text()
 
 
+def test_the_picture_explains_itself() -> None:
+    """A legend and a name for the axis, none of them upon another or outside."""
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib (pip install matplotlib)")
+    for name, pp, microbatches in (("1f1b", 4, 8), ("gpipe", 2, 3), ("1f1b", 1, 1)):
+        figure = draw._figure(simulate(build(name, pp, microbatches)), None)
+        figure.draw_without_rendering()
+        axes = figure.axes[0]
+        assert [text.get_text() for text in figure.legends[0].get_texts()] == ["forward", "backward", "idle", "numbers: microbatch"]
+        assert axes.get_xlabel() == "time (1 = a forward)"
+        ticks = [label for label in axes.get_xticklabels() if label.get_position()[0] <= axes.get_xlim()[1]]  # others are not drawn
+        parts = [figure.legends[0], axes.xaxis.label, *figure.texts, *ticks, *axes.get_yticklabels(), *axes.texts]
+        boxes = [part.get_window_extent() for part in parts]
+        assert not [(a, b) for a, b in itertools.combinations(boxes, 2) if a.overlaps(b)]
+        assert all(figure.bbox.contains(*corner) for box in boxes for corner in (box.min, box.max))
+
+
 def test_every_box_of_the_picture_stands_where_it_was_simulated() -> None:
     pytest.importorskip("matplotlib", reason="pictures need matplotlib (pip install matplotlib)")
     timeline = simulate(build("1f1b", 2, 3))
@@ -85,26 +137,28 @@ def test_a_picture_without_matplotlib_says_how_to_get_it(tmp_path: Path, monkeyp
         to_png(simulate(build("1f1b", 2, 3)), tmp_path / "a.png")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"), [("a.txt", r"Use one of \.png"), ("a", r"Use one of \.png"), ("no/folder/a.png", "existing folder")]
-)
-def test_a_picture_that_cannot_be_written_is_refused(tmp_path: Path, name: str, message: str) -> None:
+@pytest.mark.parametrize("name", ["a.txt", "a"])
+def test_a_picture_in_no_known_format_is_refused(tmp_path: Path, name: str) -> None:
     pytest.importorskip("matplotlib", reason="pictures need matplotlib (pip install matplotlib)")
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=r"Use one of \.png"):
         to_png(simulate(build("1f1b", 2, 3)), tmp_path / name)
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("1F1B", 2, 3, json_file=str(tmp_path / "a.json")) == 0
     printed = capsys.readouterr().out
-    assert str(build("1f1b", 2, 3)) in printed
-    assert GRID in printed
+    head, *lines = str(build("1f1b", 2, 3)).splitlines()
+    assert printed.splitlines()[:3] == ["schedule 1f1b: pp 2, microbatches 3", *lines] and head.endswith("microbatches 3, virtual 1")
+    assert "virtual" not in printed
+    assert f"{GRID}\nF0 forward, B0== backward" in printed
     assert "Bubble: 25.0% of the step, 14.3% inside" in printed
-    assert "In flight at most, by stage: 2 1" in printed
+    assert "Microbatches in flight at most, by stage: 2 1" in printed
+    kinds = {entry.rstrip("0123456789") for line in lines for entry in line.split()[2:]}
+    assert kinds == set(re.findall(r"\b([A-Z]+)0\b", commands.draw.ACTIONS)), "every letter is explained"
+    assert commands.draw.ACTIONS in printed
     numbers = json.loads((tmp_path / "a.json").read_text())
     assert (numbers["pp"], numbers["makespan"], numbers["bubble_of_step"], numbers["in_flight"]) == (2, 12, 0.25, [2, 1])
     assert [entry["action"] for entry in numbers["ranks"][1]] == str(build("1f1b", 2, 3)).splitlines()[2].split()[2:]
-    assert parse(printed.split("\n\n")[0]) == build("1f1b", 2, 3)
 
 
 def test_command_writes_a_picture(tmp_path: Path) -> None:
@@ -113,6 +167,12 @@ def test_command_writes_a_picture(tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_command_refuses_a_file_it_cannot_write(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="existing folder"):
-        run("gpipe", 2, 3, json_file=str(tmp_path / "no" / "a.json"))
+def test_command_refuses_before_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "folder.png").mkdir()
+    for out, message in (("no/a.png", "there is no such folder"), ("a.unknown", "picks the format"), ("folder.png", "it is a folder")):
+        with pytest.raises(ConfigError, match=message):
+            run("gpipe", 2, 3, out=str(tmp_path / out))
+    for pp, microbatches in ((257, 1), (1, 10_001), (101, 100)):
+        with pytest.raises(ConfigError, match=f"--pp {pp} --microbatches {microbatches}: a drawing has at most 256 stages, and 20000"):
+            run("gpipe", pp, microbatches)
+    assert capsys.readouterr().out == ""

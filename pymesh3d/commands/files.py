@@ -1,0 +1,79 @@
+"""Files that a command writes: one that cannot be written is refused before the work, one that fails after all is named."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pymesh3d.errors import ConfigError
+
+
+def require_writable(option: str, file: str | None) -> None:
+    """Refuse a file that cannot be written, before the work that it is to hold. Raises ConfigError."""
+    if file is None or not _first_rank():
+        return
+    folder = Path(file).resolve().parent
+    exists = next(path for path in (folder, *folder.parents) if path.exists())
+    if exists != folder and exists.is_dir():
+        raise ConfigError(f"{option} {file}", "there is no such folder", f"mkdir -p {Path(file).parent}")
+    if Path(file).is_dir() or not exists.is_dir() or not os.access(file if Path(file).exists() else folder, os.W_OK):
+        rule = "it is a folder" if Path(file).is_dir() else "it cannot be written" if exists.is_dir() else f"{exists} is a file"
+        raise ConfigError(f"{option} {file}", rule, "Give the name of a file in a folder of your own")
+
+
+def require_picture(option: str, file: str | None) -> None:
+    """Refuse a picture that cannot be drawn or written, before what it is to show. Raises ConfigError."""
+    if file is None or not _first_rank():
+        return
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise ConfigError(f"{option} {file}", "drawing needs matplotlib", f"pip install matplotlib, or leave {option} away") from error
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if Path(file).suffix.lstrip(".").lower() not in formats:
+        rule = f"the end of its name picks the format, one of {', '.join(sorted(formats))}"
+        raise ConfigError(f"{option} {file}", rule, f"Use {option} picture.png")
+    require_writable(option, file)
+
+
+def _first_rank() -> bool:
+    """Whether this process writes files: on the hosts of other ranks, their folders need not even exist."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def require_folder(option: str, folder: str) -> None:
+    """Make a folder that is to hold files; refuse one that cannot be made or written to. Raises ConfigError."""
+    if Path(folder).exists() and not Path(folder).is_dir():
+        raise ConfigError(f"{option} {folder}", "it is a file, and a folder is needed", "Choose another name")
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{option} {folder}", f"cannot be written to ({error.strerror})", "Choose another folder") from error
+
+
+@contextlib.contextmanager
+def writing(option: str, file: str) -> Iterator[None]:
+    """Say which file it was, and of which option, when writing it fails inside. Raises OSError: a failure, not a refusal."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{option} {file}: it could not be written ({error.strerror or error})") from error
+
+
+def write(option: str, file: str | None, text: str, *, more: bool = False) -> None:
+    """Write the file that an option asks for, if it does; with `more`, after what it holds. Raises OSError."""
+    if file is not None:
+        with writing(option, file), open(file, "a" if more else "w", encoding="utf-8") as output:
+            output.write(text)
+
+
+def write_json(file: str | None, content: Any) -> None:
+    """Write what `--json FILE` asks for, if it is given. Raises OSError."""
+    write("--json", file, json.dumps(content, indent=1) + "\n")
