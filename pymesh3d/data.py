@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pymesh3d.errors import DataError
+from pymesh3d.config import require_positive, require_seed
+from pymesh3d.errors import ConfigError, DataError
 
 Array = npt.NDArray[Any]
 Ids = npt.NDArray[np.int64]
@@ -36,8 +38,10 @@ def load_corpus(path: str | None, vocab: int, seq: int) -> Corpus:
 
     A text file or a folder of them (bytes are ids), a `.npy` of integers, or a `.bin` of little-endian uint16 (uint32 if `vocab` > 65536).
     None stands for the sources of the Python standard library, the same on every machine with the same Python.
-    Raises DataError.
+    Raises DataError, ConfigError.
     """
+    require_positive("vocab", vocab)
+    require_positive("seq", seq)
     given = f"data={path!r}" if path is not None else "the sources of the Python standard library"
     try:
         tokens, what = _library() if path is None else _read(Path(path), given, vocab)
@@ -145,10 +149,13 @@ class Batches:
     """The global batches of a run, the same in every layout, as a pure function of the step: so a resumed run goes on exactly.
 
     Window i is `seq` tokens and their successors. Each epoch takes every window once, in an order that depends on (seed, epoch) only;
-    a step that crosses the end of an epoch goes on with the next one. Raises DataError.
+    a step that crosses the end of an epoch goes on with the next one. Raises DataError, ConfigError.
     """
 
     def __init__(self, corpus: Corpus, seq: int, global_batch: int, seed: int) -> None:
+        require_positive("seq", seq)
+        require_positive("global_batch", global_batch)
+        require_seed(seed)
         self.windows = max(0, (corpus.tokens.size - 1) // seq)
         if self.windows < global_batch:
             fitting = {"global_batch": self.windows, "seq": (corpus.tokens.size - 1) // global_batch}
@@ -167,9 +174,18 @@ class Batches:
         self._orders: dict[int, Ids] = {}
 
     def batch(self, step: int, dp_rank: int, dp_size: int) -> tuple[Ids, Ids]:
-        """Tokens and targets, each [B, S] int64 with B = global_batch / dp_size: the dp rank's consecutive part of the step's batch."""
-        assert self._global_batch % dp_size == 0, f"dp={dp_size} does not divide global_batch={self._global_batch}"
-        assert step >= 0 and 0 <= dp_rank < dp_size, f"there is no step {step} of dp rank {dp_rank} of {dp_size}"
+        """Tokens and targets, each [B, S] int64 with B = global_batch / dp_size: the dp rank's consecutive part of the step's batch.
+
+        Raises ConfigError.
+        """
+        require_positive("dp_size", dp_size)
+        if self._global_batch % dp_size:
+            enough = math.ceil(self._global_batch / dp_size) * dp_size
+            raise ConfigError(
+                f"global_batch={self._global_batch}, dp={dp_size}", "dp must divide global_batch", f"Use global_batch={enough}"
+            )
+        if not (step >= 0 and 0 <= dp_rank < dp_size):
+            raise ConfigError(f"step={step}, dp_rank={dp_rank}", f"both count from 0, and dp_rank to below {dp_size}", "Use mesh.dp.rank")
         local = self._global_batch // dp_size
         first = step * self._global_batch + dp_rank * local
         windows = [self._order(epoch)[place] for epoch, place in (divmod(first + i, self.windows) for i in range(local))]
@@ -182,6 +198,6 @@ class Batches:
         if epoch not in self._orders:
             if len(self._orders) > 1:  # a step meets at most two epochs
                 self._orders.clear()
-            bits = np.random.PCG64(np.random.SeedSequence((self._seed % 2**64, epoch))).random_raw(self.windows)
+            bits = np.random.PCG64(np.random.SeedSequence((self._seed, epoch))).random_raw(self.windows)
             self._orders[epoch] = np.argsort(bits, kind="stable")
         return self._orders[epoch]

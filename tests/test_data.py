@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pymesh3d.data import Batches, Corpus, load_corpus
-from pymesh3d.errors import DataError
+from pymesh3d.errors import ConfigError, DataError
 
 
 def counting(windows: int, seq: int, rest: int = 0) -> Corpus:
@@ -224,9 +225,33 @@ def test_fewer_windows_than_a_global_batch():
     Batches(counting(5, 4), 4, 5, seed=0)
 
 
-def test_batch_size_that_dp_does_not_divide_is_our_own_fault():
-    with pytest.raises(AssertionError, match="dp=3 does not divide global_batch=4"):
-        Batches(counting(5, 4), 4, 4, seed=0).batch(0, 0, 3)
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((0, 0, 3), "global_batch=4, dp=3: dp must divide global_batch. Use global_batch=6"),
+        ((0, 0, 0), "dp_size=0: dp_size must be a positive integer"),
+        ((0, 2, 2), "step=0, dp_rank=2: both count from 0, and dp_rank to below 2. Use mesh.dp.rank"),
+        ((-1, 0, 2), "step=-1, dp_rank=0: both count from 0"),
+    ],
+)
+def test_a_share_that_is_none_is_refused(arguments, text):
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        Batches(counting(5, 4), 4, 4, seed=0).batch(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [({"seq": 0}, "seq=0"), ({"global_batch": "4"}, "global_batch='4'"), ({"seed": -1}, "seed=-1"), ({"seed": None}, "seed=None")],
+)
+def test_sizes_and_seeds_that_are_none_are_refused(fields, text):
+    with pytest.raises(ConfigError, match=f"^{text}: "):
+        Batches(counting(5, 4), **{"seq": 4, "global_batch": 4, "seed": 0, **fields})
+
+
+def test_a_corpus_is_for_a_vocabulary_and_a_length():
+    for fields in ({"vocab": 0, "seq": 4}, {"vocab": 256, "seq": None}):
+        with pytest.raises(ConfigError, match="must be a positive integer"):
+            load_corpus(None, **fields)
 
 
 def test_needs_no_torch():
