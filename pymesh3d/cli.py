@@ -97,7 +97,9 @@ def parser() -> argparse.ArgumentParser:
     picture.add_argument("--json", type=_name, metavar="FILE", help="write the timeline as JSON")
     bench = commands.add_parser("bench", help="run a benchmark on this machine")
     bench.add_argument(
-        "name", choices=BENCHMARKS, help="philox: the kernel that makes random numbers; train: every layout of the GPUs here, compared"
+        "name",
+        choices=BENCHMARKS,
+        help="philox: the kernel that makes random numbers; train: the loss curves and speed of every layout of the GPUs here",
     )
     bench.add_argument("--json", type=_name, metavar="FILE", help="write the results as JSON")
     here = commands.add_parser("env", help="what this machine has, what is missing, and what runs instead")
@@ -107,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _train(one: argparse.ArgumentParser) -> None:
     defaults = TrainConfig()
-    mesh = one.add_argument_group("mesh")
+    mesh = one.add_argument_group("mesh", "tp x pp x dp ranks: processes, each with a GPU (or a part of the CPU) of its own")
     mesh.add_argument("--tp", type=int, metavar="N", default=1, help="tensor parallel: ranks that share the matrices of a layer")
     mesh.add_argument("--pp", type=int, metavar="N", default=1, help="pipeline parallel: stages that the layers are cut into")
     mesh.add_argument(
@@ -159,12 +161,14 @@ def _train(one: argparse.ArgumentParser) -> None:
         "--dtype",
         type=_dtype,
         default=defaults.dtype,
-        help="of parameters and activations: float32 (fp32), bfloat16 (bf16) or float64 (fp64)",
+        help="type of parameters and activations: float32 (fp32), bfloat16 (bf16) or float64 (fp64)",
     )
     how.add_argument(
         "--reduce-dtype", type=_dtype, metavar="DTYPE", help="what gradients are rounded to when dp ranks exchange them (default: --dtype)"
     )
-    how.add_argument("--seed", type=int, metavar="N", default=defaults.seed, help="of initial weights and of the order of the data")
+    how.add_argument(
+        "--seed", type=int, metavar="N", default=defaults.seed, help="seed of the initial weights and of the order of the data"
+    )
     _schedule(how, "order of the pipeline's forwards and backwards; pymesh3d draw shows it")
     how.add_argument(
         "--zero-stage",

@@ -17,13 +17,22 @@ def require_writable(option: str, file: str | None) -> None:
     """Refuse a file that cannot be written, before the work that it is to hold. Raises ConfigError."""
     if file is None or not _first_rank():
         return
-    folder = Path(file).resolve().parent
-    exists = next(path for path in (folder, *folder.parents) if path.exists())
-    if exists != folder and exists.is_dir():
-        raise ConfigError(f"{option} {file}", "there is no such folder", f"mkdir -p {Path(file).parent}")
-    if Path(file).is_dir() or not exists.is_dir() or not os.access(file if Path(file).exists() else folder, os.W_OK):
-        rule = "it is a folder" if Path(file).is_dir() else "it cannot be written" if exists.is_dir() else f"{exists} is a file"
-        raise ConfigError(f"{option} {file}", rule, "Give the name of a file in a folder of your own")
+    folder = os.path.dirname(os.path.realpath(file))
+    instead = "Give the name of a file in a folder of your own"
+    there = folder
+    while not os.path.exists(there):
+        there = os.path.dirname(there)
+    if not os.path.isdir(there):
+        rule = f"{there} is a file"
+    elif os.path.isdir(file):
+        rule = "it is a folder"
+    elif not os.access(file if os.path.exists(file) else there, os.W_OK):
+        rule = "it cannot be written (Permission denied)"
+    elif there != folder:
+        rule, instead = "there is no such folder", f"mkdir -p {os.path.dirname(file)}"
+    else:
+        return
+    raise ConfigError(f"{option} {file}", rule, instead)
 
 
 def require_picture(option: str, file: str | None) -> None:
@@ -48,7 +57,7 @@ def _first_rank() -> bool:
 
 def require_folder(option: str, folder: str) -> None:
     """Make a folder that is to hold files; refuse one that cannot be made or written to. Raises ConfigError."""
-    if Path(folder).exists() and not Path(folder).is_dir():
+    if os.path.isfile(folder):
         raise ConfigError(f"{option} {folder}", "it is a file, and a folder is needed", "Choose another name")
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)

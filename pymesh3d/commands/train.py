@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -73,25 +74,26 @@ def prepare(job: Job) -> Batches:
     validate(job.model, job.layout, job.train)
     require_picture("--out", job.out)
     require_writable("--log-json", job.log_json)
-    goes_on = job.save and job.resume and Path(job.save).resolve() == Path(job.resume).resolve()
-    if job.save and not goes_on and newest(Path(job.save)) is not None:
-        raise CheckpointError(
-            f"--save {job.save}", f"holds checkpoints up to step {newest(Path(job.save))}", f"Add --resume {job.save}, or choose another"
-        )
     if job.resume:
         _require_same_run(job, job.resume)
     corpus = load_corpus(job.data, job.model.vocab, job.train.seq)
     batches = Batches(corpus, job.train.seq, job.train.global_batch, job.train.seed)
-    if job.save:  # last, because it makes the folder
-        require_folder("--save", job.save)
+    if job.save:
+        require_folder("--save", job.save)  # late, because it makes the folder
+        goes_on = job.resume and Path(job.save).resolve() == Path(job.resume).resolve()
+        step = newest(Path(job.save))
+        if step is not None and not goes_on:
+            rule = f"holds checkpoints up to step {step}"
+            raise CheckpointError(f"--save {job.save}", rule, f"Add --resume {job.save}, or choose another")
     return batches
 
 
 def _require_same_run(job: Job, directory: str) -> None:
     """Refuse to go on from a checkpoint that another model, layout or training wrote. Raises CheckpointError."""
-    step = newest(Path(directory))
+    step = newest(Path(directory)) if os.path.isdir(directory) else None
     if step is None:
-        raise CheckpointError(f"--resume {directory}", "holds no complete checkpoint", "Give the directory that --save wrote to")
+        rule = "holds no complete checkpoint" if os.path.isdir(directory) else "there is no such folder"
+        raise CheckpointError(f"--resume {directory}", rule, "Give the directory that --save wrote to")
     folder = folder_of(Path(directory), step)
     try:
         saved = dict(read(folder)["about"])

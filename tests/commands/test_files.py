@@ -42,7 +42,7 @@ def test_what_can_be_written_is_not_touched(tmp_path: Path) -> None:
 
 def test_a_file_without_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pymesh3d.commands.files.os.access", lambda path, mode: False)  # as nobody but root sees it
-    with pytest.raises(ConfigError, match=r"it cannot be written\. Give the name of a file in a folder of your own"):
+    with pytest.raises(ConfigError, match=r"it cannot be written \(Permission denied\)\. Give the name of a file in a folder of your own"):
         require_writable("--json", str(tmp_path / "new"))
 
 

@@ -151,6 +151,21 @@ def test_saves_every_so_often_and_at_the_end(ranks: Ranks, text: str, tmp_path: 
     assert "tokens/s" not in printed and log.read_text() == "what was logged\n"
 
 
+def reached(one: Job) -> tuple[Any, ...]:
+    """What the last line is made from."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.Progress, "reached", lambda self, *values: seen.append(values))
+        seen: list[tuple[Any, ...]] = []
+        run(one)
+    return seen[0]
+
+
+def test_what_was_reached_is_told_of_all_steps_and_all_tokens(ranks: Ranks, text: str, tmp_path: Path) -> None:
+    log = str(tmp_path / "log")
+    one, two = ranks(2, reached, job(text, layout=Layout(dp=2), log_json=log))
+    assert one == two == ([line["loss"] for line in lines(Path(log))], 4 * 64, {"log": log, "picture": None, "checkpoint": None})
+
+
 def failed_save(one: Job) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pymesh3d.checkpoint.save.save_file", full_disk)
@@ -234,12 +249,16 @@ def test_files_are_checked_before_anything_runs(text: str, tmp_path: Path, monke
         ({"log_json": "empty"}, ConfigError, "--log-json empty: it is a folder. Give the name of a file"),
         ({"save": "file"}, ConfigError, "--save file: it is a file"),
         ({"save": "used"}, CheckpointError, "--save used: holds checkpoints up to step 3. Add --resume used, or choose another"),
-        ({"save": "used", "resume": "empty"}, CheckpointError, "--save used: holds checkpoints up to step 3"),
+        ({"save": "used", "resume": "fine"}, CheckpointError, "--save used: holds checkpoints up to step 3"),
+        ({"resume": "nope"}, CheckpointError, "--resume nope: there is no such folder. Give the directory that --save wrote to"),
         ({"resume": "empty"}, CheckpointError, "--resume empty: holds no complete checkpoint. Give the directory that --save wrote to"),
         ({"resume": "used"}, CheckpointError, "--resume used: used/step-00000003 cannot be read ('format'). Remove that folder to resume"),
         ({"save": "new", "data": "nope"}, DataError, "data='nope': it does not exist"),
         ({"layout": Layout(tp=3)}, ConfigError, "tp=3: tp must divide heads, and one of tp and kv_heads must divide the other. For this"),
     ]
+    about = json.loads(json.dumps(job(text).about()))
+    (tmp_path / "fine" / "step-00000004").mkdir(parents=True)
+    (tmp_path / "fine" / "step-00000004" / "manifest.json").write_text(json.dumps({"format": 1, "about": about}))
     for options, kind, words in cases:
         with pytest.raises(kind) as caught:
             train.prepare(job(options.pop("data", text), **options))
@@ -247,6 +266,4 @@ def test_files_are_checked_before_anything_runs(text: str, tmp_path: Path, monke
     assert not (tmp_path / "new").exists(), "what is refused leaves no folder behind"
     with pytest.raises(DataError, match=r"its 2000 tokens are fewer than seq \+ 1 = 3001\. Use more text, or seq=1999 or less"):
         train.prepare(job(text, {"seq": 3000}))
-    about = json.loads(json.dumps(job(text).about()))
-    (step / "manifest.json").write_text(json.dumps({"format": 1, "about": about}))
-    train.prepare(job(text, save="used/", resume="./used", log_json="file", out="new.png"))  # the same folder by other names
+    train.prepare(job(text, save="fine/", resume="./fine", log_json="file", out="new.png"))  # the same folder by other names
