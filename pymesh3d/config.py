@@ -20,9 +20,13 @@ def divisors(n: int) -> list[int]:
 
 
 def require_positive(name: str, value: object) -> None:
-    """Refuse anything but an integer of at least 1. Raises ConfigError."""
+    """Refuse anything but an integer of at least 1 (and below 2^48: more is a slip of the pen). Raises ConfigError."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name}={value!r}", f"{name} must be a positive integer", f"Try {name}=1 or more")
+    if value >= 2**48:
+        raise ConfigError(
+            f"{name}={value:.3g}", f"{name} must be below 2**48, which is more than any machine holds", f"Try {name}=1 or more"
+        )
 
 
 def require_number(name: str, value: object, *, default: object, above_zero: bool = False) -> None:
@@ -145,18 +149,23 @@ class ModelConfig:
         """A model by its name in `MODELS`, or from a JSON file that holds fields of this record."""
         if name_or_file in MODELS:
             return MODELS[name_or_file]
-        path = Path(name_or_file) if isinstance(name_or_file, str) else None
-        if path is None or not path.is_file():
-            raise ConfigError(f"model {name_or_file!r}", "neither a known name nor a file", f"Known names: {', '.join(MODELS)}")
+        if not isinstance(name_or_file, str):
+            raise ConfigError(f"model={name_or_file!r}", "it must be a name or a file", f"Use one of {', '.join(MODELS)}")
+        path = Path(name_or_file)
         try:
             fields: Any = json.loads(path.read_text())
+        except FileNotFoundError as error:
+            raise ConfigError(f"model={name_or_file!r}", "neither a known name nor a file", f"Use one of {', '.join(MODELS)}") from error
         except (OSError, ValueError) as error:
             raise ConfigError(f"model file {path}", f"not readable as JSON ({error})", f"It may hold {EXAMPLE}") from error
         known = {field.name for field in dataclasses.fields(ModelConfig)}
         if not isinstance(fields, dict) or not set(fields) <= known:
             extra = sorted(set(fields) - known) if isinstance(fields, dict) else fields
             raise ConfigError(f"model file {path} with {extra}", "unknown fields", f"It may hold {EXAMPLE}")
-        return ModelConfig(**fields)
+        try:
+            return ModelConfig(**fields)
+        except ConfigError as error:
+            raise ConfigError(f"model file {path} with {error.given}", error.rule, error.instead) from error
 
 
 EXAMPLE = json.dumps({field.name: field.default for field in dataclasses.fields(ModelConfig)})
@@ -210,7 +219,7 @@ class TrainConfig:
             )
         self._one_of("dtype", DTYPES)
         if self.reduce_dtype is not None:
-            self._one_of("reduce_dtype", DTYPES)
+            self._one_of("reduce_dtype", DTYPES, default=self.dtype)
         for name in ("sequence_parallel", "compile"):
             require_flag(name, getattr(self, name))
         for name in ("lr", "weight_decay", "eps"):
@@ -222,13 +231,13 @@ class TrainConfig:
         if self.max_norm is not None:
             require_number("max_norm", self.max_norm, default="1.0, and max_norm=None switches clipping off", above_zero=True)
 
-    def _one_of(self, name: str, allowed: tuple[Any, ...]) -> None:
+    def _one_of(self, name: str, allowed: tuple[Any, ...], default: Any = None) -> None:
         value = getattr(self, name)
         if value not in allowed or isinstance(value, bool):
             raise ConfigError(
                 f"{name}={value!r}",
                 f"{name} must be one of {', '.join(map(str, allowed))}",
-                f"The default is {_default(self, name)}",
+                f"The default is {default or _default(self, name)}",
             )
 
 

@@ -90,7 +90,7 @@ BAD: dict[str, tuple[Callable[[], object], list[str], Callable[[], object]]] = {
     "dtype": (lambda: TrainConfig(dtype="int8"), ["dtype='int8'", "bfloat16", "default is float32"], lambda: TrainConfig(dtype="float32")),
     "reduce dtype": (
         lambda: TrainConfig(reduce_dtype="float16"),
-        ["reduce_dtype='float16'", "float32, bfloat16", "default is None"],
+        ["reduce_dtype='float16'", "float32, bfloat16", "default is float32"],
         lambda: TrainConfig(reduce_dtype="bfloat16"),
     ),
     "recompute": (lambda: TrainConfig(recompute="some"), ["recompute='some'", "none, full"], lambda: TrainConfig(recompute="full")),
@@ -201,6 +201,11 @@ def test_models_come_from_files(tmp_path: Path) -> None:
         assert words in str(caught.value) and str(file) in str(caught.value)
         file.write_text(caught.value.instead.removeprefix("It may hold "))
         assert ModelConfig.load(str(file)) == ModelConfig()
+    file.write_text('{"dim": "big"}')
+    with pytest.raises(
+        ConfigError, match=re.escape(f"model file {file} with dim='big': dim must be a positive integer. Try dim=1 or more")
+    ):
+        ModelConfig.load(str(file))
 
 
 @pytest.mark.parametrize("world", [None, 0, -1, 2.0])
@@ -210,7 +215,7 @@ def test_a_world_is_a_positive_number(world: object) -> None:
 
 
 def test_a_model_is_a_name() -> None:
-    with pytest.raises(ConfigError, match="model None: neither a known name nor a file"):
+    with pytest.raises(ConfigError, match=r"model=None: it must be a name or a file\. Use one of tiny, small"):
         ModelConfig.load(None)  # type: ignore[arg-type]
 
 
@@ -236,6 +241,7 @@ def test_divisors() -> None:
         (TrainConfig, {"max_norm": "1"}, "max_norm='1': max_norm must be a finite number above 0"),
         (TrainConfig, {"sequence_parallel": 1}, "sequence_parallel=1: sequence_parallel must be true or false"),
         (TrainConfig, {"compile": None}, "compile=None: compile must be true or false"),
+        (ModelConfig, {"dim": 10**30}, "dim=1e+30: dim must be below 2**48"),
         (TrainConfig, {"zero_stage": True}, "zero_stage=True: zero_stage must be one of 0, 1"),
     ],
 )

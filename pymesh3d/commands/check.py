@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import json
 import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pymesh3d.comm.collectives import gather_rows
+from pymesh3d.commands.files import write_json
 from pymesh3d.commands.layouts import Row, covering_rows, every_row
 from pymesh3d.config import ModelConfig, TrainConfig
 from pymesh3d.engine import DTYPES, IGNORE_INDEX, parallelize
@@ -217,7 +216,7 @@ def run(world: int, *, all_rows: bool, device: str, json_file: str | None) -> in
         f"largest difference allowed: {', '.join(f'{what} {bound:g}' for what, bound in BOUNDS[dtype].items())}"
     )
     if json_file and mesh.rank == 0:
-        Path(json_file).write_text(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes], indent=1))
+        write_json(json_file, [dataclasses.asdict(outcome) for outcome in outcomes])
     mesh.close()
     return 1 if failed else 0
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from pymesh3d.commands.files import require_picture, write_json, writing
 from pymesh3d.errors import ConfigError
 from pymesh3d.schedule import Timeline, build, simulate
-from pymesh3d.schedule.draw import caption, heading, legend, to_png, to_text
+from pymesh3d.schedule.draw import caption, legend, to_png, to_text
 
 MOST_STAGES, MOST_BOXES = 256, 20_000  # beyond, nobody can see anything, and a picture has no room
 ACTIONS = "F0, B0: forward and backward of microbatch 0; SF0, RF0: its activations are sent, received; SB0, RB0: its gradients"
@@ -26,8 +26,7 @@ def run(schedule: str, pp: int, microbatches: int, out: str | None = None, json_
         raise ConfigError(f"--pp {pp} --microbatches {microbatches}", rule, "Use --pp 16 --microbatches 64")
     timeline = simulate(build(schedule, pp, microbatches))
     console = Console(highlight=False, soft_wrap=True)
-    lines = str(timeline.schedule).splitlines()[1:]  # all but its head
-    console.print("\n".join([f"schedule {heading(timeline)}", *lines]), markup=False)
+    console.print(str(timeline.schedule), markup=False)
     console.print(ACTIONS, markup=False)
     console.print(f"\n{to_text(timeline, width=console.width, markup=True)}")
     console.print(f"{legend(timeline, markup=True)}\n")

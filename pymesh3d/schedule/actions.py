@@ -33,7 +33,7 @@ RECEIVES = ("RF", "RB")
 _COUNTERPART: dict[Kind, Kind] = {"SF": "RF", "RF": "SF", "SB": "RB", "RB": "SB"}
 _TOWARDS: dict[Kind, int] = {"SF": 1, "RF": -1, "SB": -1, "RB": 1}  # the stage at the other end, relative to this one
 _ACTION = re.compile(r"([A-Z]+)(\d+)(?:@(\d+))?", re.ASCII)
-_HEADER = re.compile(r"schedule (\S+): pp (\d+), microbatches (\d+), virtual (\d+)", re.ASCII)
+_HEADER = re.compile(r"schedule (\S+): pp (\d+), microbatches (\d+)(?:, virtual (\d+))?", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -94,8 +94,14 @@ class Schedule:
         """An action as it stands in the line of `rank`: the stage only where it is not plain from the rank."""
         return f"{action.kind}{action.microbatch}" if self.virtual == 1 and action.stage == rank else str(action)
 
+    @property
+    def heading(self) -> str:
+        """Name and sizes in words."""
+        virtual = f", virtual {self.virtual}" if self.virtual > 1 else ""
+        return f"{self.name}: pp {self.pp}, microbatches {self.microbatches}{virtual}"
+
     def __str__(self) -> str:
-        lines = [f"schedule {self.name}: pp {self.pp}, microbatches {self.microbatches}, virtual {self.virtual}"]
+        lines = [f"schedule {self.heading}"]
         for rank, actions in enumerate(self.ranks):
             lines.append(" ".join([f"rank {rank}:", *(self.text_of(action, rank) for action in actions)]))
         return "\n".join(lines)
@@ -127,8 +133,8 @@ def parse(text: str) -> Schedule:
     header, *lines = text.strip().splitlines() or [""]
     found = _HEADER.fullmatch(header.strip())
     if not found:
-        raise ConfigError(f"line 1, {header!r}", "not the head of a schedule", "Write 'schedule 1f1b: pp 2, microbatches 4, virtual 1'")
-    pp, microbatches, virtual = map(int, found.groups()[1:])
+        raise ConfigError(f"line 1, {header!r}", "not the head of a schedule", "Write 'schedule 1f1b: pp 2, microbatches 4'")
+    pp, microbatches, virtual = (int(number or 1) for number in found.groups()[1:])
     if len(lines) != pp:
         raise ConfigError(f"line 1, pp {pp} with {len(lines)} lines below", "one line a rank", f"Write pp {len(lines)}, or {pp} lines")
     ranks = tuple(_parse_rank(line, number, rank, virtual) for rank, (number, line) in enumerate(enumerate(lines, start=2)))

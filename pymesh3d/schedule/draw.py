@@ -25,13 +25,6 @@ LANE_HEIGHT = 0.46  # inches
 POINTS_OF_DIGIT = 4.6  # the width of a digit in the numbers of the boxes
 
 
-def heading(timeline: Timeline) -> str:
-    """The schedule's name and sizes in words."""
-    schedule = timeline.schedule
-    virtual = f", virtual {schedule.virtual}" if schedule.virtual > 1 else ""
-    return f"{schedule.name}: pp {schedule.pp}, microbatches {schedule.microbatches}{virtual}"
-
-
 def caption(timeline: Timeline) -> str:
     """Both bubbles in words."""
     return f"Bubble: {timeline.bubble_of_step:.1%} of the step, {timeline.bubble_in_span:.1%} inside the ranks' own spans"
@@ -152,7 +145,9 @@ def _figure(timeline: Timeline, title: str | None) -> Figure:
     axes.spines[:].set_visible(False)
     for rank in range(schedule.pp):
         _draw_rank(axes, timeline, rank, points_per_time=72 * lanes_width / time)
-    figure.text(left / width, 1 - 0.3 / height, title or heading(timeline), fontsize=12.5, fontweight="bold", color=INK, va="center")
+    figure.text(
+        left / width, 1 - 0.3 / height, title or timeline.schedule.heading, fontsize=12.5, fontweight="bold", color=INK, va="center"
+    )
     figure.text(left / width, 1 - 0.58 / height, caption(timeline), fontsize=9, color=QUIET, va="center")
     _draw_legend(figure, timeline, (left / width, 0.12 / height))
     return figure

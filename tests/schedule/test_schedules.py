@@ -112,5 +112,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 @everyone
 def test_the_picture_in_the_docs_is_the_schedule(name: str) -> None:
-    for line in to_text(simulate(build(name, 4, 4))).splitlines():
+    *lines, axis = to_text(simulate(build(name, 4, 4))).splitlines()
+    assert axis.startswith("time")
+    for line in lines:
         assert line.removeprefix(f"rank {line[5]}  ") in (module.__doc__ or "")
