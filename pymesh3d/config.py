@@ -24,17 +24,21 @@ def require_positive(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name}={value!r}", f"{name} must be a positive integer", f"Try {name}=1 or more")
     if value >= 2**48:
-        raise ConfigError(
-            f"{name}={value:.3g}", f"{name} must be below 2**48, which is more than any machine holds", f"Try {name}=1 or more"
-        )
+        raise ConfigError(f"{name}={value}", f"{name} must be below 2**48, more than any machine holds", f"Try {name}=1 or more")
 
 
 def require_number(name: str, value: object, *, default: object, above_zero: bool = False) -> None:
     """Refuse anything but a finite number of at least 0, or above 0. Raises ConfigError."""
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    if not math.isfinite(number) or number < 0 or (above_zero and number == 0):
+    if not 0 <= number < math.inf or (above_zero and number == 0):
         rule = f"{name} must be a finite number {'above' if above_zero else 'of at least'} 0"
         raise ConfigError(f"{name}={value!r}", rule, f"The default is {name}={default}")
+
+
+def require_timeout(name: str, value: object) -> None:
+    """Refuse anything but a number of seconds above 0 and of at most a day. Raises ConfigError."""
+    if not isinstance(value, int | float) or not 0 < value <= 86_400:
+        raise ConfigError(f"{name}={value!r}", "it must be above 0 s and at most a day, 86400 s", f"The default is {name}=300")
 
 
 def require_flag(name: str, value: object) -> None:
@@ -50,7 +54,7 @@ def require_seed(value: object) -> None:
 
 
 def _default(record: Any, name: str) -> object:
-    return type(record).__dataclass_fields__[name].default
+    return getattr(type(record), name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -233,7 +237,7 @@ class TrainConfig:
 
     def _one_of(self, name: str, allowed: tuple[Any, ...], default: Any = None) -> None:
         value = getattr(self, name)
-        if value not in allowed or isinstance(value, bool):
+        if (type(value), value) not in [(type(one), one) for one in allowed]:
             raise ConfigError(
                 f"{name}={value!r}",
                 f"{name} must be one of {', '.join(map(str, allowed))}",

@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import math
-import os
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -20,12 +18,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pymesh3d import __version__
-from pymesh3d.config import AXES, Layout
+from pymesh3d.config import AXES, Layout, require_timeout
 from pymesh3d.errors import ConfigError, DistributedError
+from pymesh3d.rendezvous import join, number_from_environment, world_size
 from pymesh3d.topology import Topology, host_name, nvidia_links, physical_device
 
 TEXT_MARK = 0x7465_7874  # upper half of the lengths that `exchange_text` sends, so that nothing else is taken for one
-START_WITH = "Start the program with torchrun"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -162,14 +160,13 @@ def init_mesh(*, tp: int = 1, pp: int = 1, dp: int = -1, cp: int = 1, device: st
     every wait for another rank. Raises ConfigError before any communication when the sizes do not fit the number of ranks,
     DistributedError when ranks cannot meet or do not run the same version.
     """
-    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
-        raise ConfigError(f"timeout_s={timeout_s!r}", "the time limit must be a number of seconds above 0", "The default is 300.0")
-    world = dist.get_world_size() if dist.is_initialized() else _env_int("WORLD_SIZE", default=1, lowest=1)
+    require_timeout("timeout_s", timeout_s)
+    world = dist.get_world_size() if dist.is_initialized() else world_size()
     layout = Layout(pp=pp, dp=dp, cp=cp, tp=tp).resolve(world)
     where = _device(device)
     owns = not dist.is_initialized()
     if owns:
-        _join(where, world, timeout_s)
+        join(where, timeout_s)
     try:
         version = f"pymesh3d {__version__}, torch {torch.__version__.split('+')[0]}"
         texts = exchange_text(f"{version}|{host_name()}|{physical_device(where.index or 0)}", where)
@@ -184,14 +181,6 @@ def init_mesh(*, tp: int = 1, pp: int = 1, dp: int = -1, cp: int = 1, device: st
         raise
 
 
-def _env_int(name: str, *, default: int, lowest: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not text.isdecimal() or int(text) < lowest:
-        rule = f"the environment variable must be a whole number, {lowest} or more"
-        raise ConfigError(f"{name}={text!r}", rule, START_WITH)
-    return int(text)
-
-
 def _device(kind: str | None) -> torch.device:
     if kind is None:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -199,7 +188,7 @@ def _device(kind: str | None) -> torch.device:
         raise ConfigError(f"device={kind!r}", "the device must be cpu or cuda", "Leave it out to take what this machine has")
     if kind == "cpu":
         return torch.device("cpu")
-    local, count = _env_int("LOCAL_RANK", default=0, lowest=0), torch.cuda.device_count()
+    local, count = number_from_environment("LOCAL_RANK", default=0, lowest=0), torch.cuda.device_count()
     if local >= count:
         raise ConfigError(
             f"local rank {local} with {count} GPU(s) here",
@@ -208,53 +197,6 @@ def _device(kind: str | None) -> torch.device:
         )
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
-
-
-def _join(device: torch.device, world: int, timeout_s: float) -> None:
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    timeout = datetime.timedelta(seconds=timeout_s)
-    rank = _env_int("RANK", default=0, lowest=0)
-    if rank >= world:
-        raise ConfigError(f"RANK={rank}, WORLD_SIZE={world}", "ranks count from 0 to below the world size", START_WITH)
-    host, port = os.environ.get("MASTER_ADDR", ""), _env_int("MASTER_PORT", default=0, lowest=0)
-    if world > 1 and not (host and port):
-        raise ConfigError(f"MASTER_ADDR={host!r}, MASTER_PORT={port}, WORLD_SIZE={world}", "ranks must know where they meet", START_WITH)
-    try:
-        if world == 1:
-            store: dist.Store = dist.HashStore()
-        else:
-            store = _meet(_store(host, port, rank, timeout), rank, world)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    except (RuntimeError, ValueError) as error:
-        raise DistributedError(
-            f"rank {rank} of {world} could not meet the others at {host}:{port} within {timeout_s:g} s: {error}. "
-            "If the port is in use, give another MASTER_PORT; if ranks are missing, look at their own output"
-        ) from error
-
-
-def _store(host: str, port: int, rank: int, timeout: datetime.timedelta) -> dist.Store:
-    """Where ranks meet: served by torchrun or `launch`, else by rank 0, which unlike torch's does not wait in here, unseen by others."""
-    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(host, port, is_master=rank == 0 and not served, wait_for_workers=False, timeout=timeout)
-    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-
-
-def _meet(store: dist.Store, rank: int, world: int) -> dist.Store:
-    """Wait until all ranks are here. Returns the part of the store that belongs to this meeting of theirs, the first or a later one.
-
-    Raises RuntimeError naming the ranks that have not come within the store's time limit.
-    """
-    meeting = dist.PrefixStore(f"meeting {store.add(f'meetings of rank {rank}', 1)}", store)
-    here = [f"rank {other} is here" for other in range(world)]
-    meeting.set(here[rank], "")
-    try:
-        meeting.wait(here)
-    except RuntimeError as error:
-        with contextlib.suppress(RuntimeError):  # rank 0, which serves the store, may have given up first
-            absent = [other for other, key in enumerate(here) if not meeting.check([key])]
-            error.args = (f"ranks {absent} have not come",)
-        raise
-    return meeting
 
 
 def exchange_text(text: str, device: torch.device, operation: str = "comparing what each rank has") -> list[str]:

@@ -241,7 +241,9 @@ def test_divisors() -> None:
         (TrainConfig, {"max_norm": "1"}, "max_norm='1': max_norm must be a finite number above 0"),
         (TrainConfig, {"sequence_parallel": 1}, "sequence_parallel=1: sequence_parallel must be true or false"),
         (TrainConfig, {"compile": None}, "compile=None: compile must be true or false"),
-        (ModelConfig, {"dim": 10**30}, "dim=1e+30: dim must be below 2**48"),
+        (ModelConfig, {"dim": 10**30}, "dim=1000000000000000000000000000000: dim must be below 2**48"),
+        (TrainConfig, {"steps": 10**320}, "steps=1000"),
+        (TrainConfig, {"zero_stage": 1.0}, "zero_stage=1.0: zero_stage must be one of 0, 1"),
         (TrainConfig, {"zero_stage": True}, "zero_stage=True: zero_stage must be one of 0, 1"),
     ],
 )

@@ -132,9 +132,10 @@ REFUSED = [
     ("eight", {}, "WORLD_SIZE='eight': the environment variable must be a whole number, 1 or more. Start the program with torchrun"),
     ("-8", {}, "WORLD_SIZE='-8': the environment variable must be a whole number, 1 or more. Start the program with torchrun"),
     (2, {}, "MASTER_ADDR='', MASTER_PORT=0, WORLD_SIZE=2: ranks must know where they meet. Start the program with torchrun"),
-    (8, {"timeout_s": 0}, "timeout_s=0: the time limit must be a number of seconds above 0. The default is 300.0"),
-    (8, {"timeout_s": float("nan")}, "timeout_s=nan: the time limit must be a number of seconds above 0. The default is 300.0"),
-    (8, {"timeout_s": None}, "timeout_s=None: the time limit must be a number of seconds above 0. The default is 300.0"),
+    (8, {"timeout_s": 0}, "timeout_s=0: it must be above 0 s and at most a day, 86400 s. The default is timeout_s=300"),
+    (8, {"timeout_s": float("nan")}, "timeout_s=nan: it must be above 0 s and at most a day, 86400 s. The default is timeout_s=300"),
+    (8, {"timeout_s": 1e300}, "timeout_s=1e+300: it must be above 0 s and at most a day, 86400 s. The default is timeout_s=300"),
+    (8, {"timeout_s": None}, "timeout_s=None: it must be above 0 s and at most a day, 86400 s. The default is timeout_s=300"),
     ("0", {"dp": 1}, "WORLD_SIZE='0': the environment variable must be a whole number, 1 or more. Start the program with torchrun"),
 ]  # fmt: skip
 
