@@ -40,6 +40,11 @@ class Axis:
         """Number of ranks along the axis."""
         return len(self.ranks)
 
+    @staticmethod
+    def of(name: str, line: DeviceMesh) -> Axis:
+        """The axis that a one-dimensional DeviceMesh stands for."""
+        return Axis(name, line.get_local_rank(), tuple(dist.get_process_group_ranks(line.get_group())), line.get_group())
+
 
 @contextlib.contextmanager
 def named(operation: str, axis: Axis) -> Iterator[None]:
@@ -47,9 +52,9 @@ def named(operation: str, axis: Axis) -> Iterator[None]:
     began = time.monotonic()
     try:
         yield
+    except (DistributedError, torch.OutOfMemoryError, torch.AcceleratorError):
+        raise  # it has its own words, or no peer is to blame
     except RuntimeError as error:
-        if isinstance(error, DistributedError):
-            raise
         peers = [rank for rank in axis.ranks if rank != axis.ranks[axis.rank]]
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DistributedError(
@@ -208,14 +213,14 @@ def exchange_text(text: str, device: torch.device, operation: str = "comparing w
         raise DistributedError(f"rank {dist.get_rank()}: ranks {elsewhere} are doing something else. All ranks must take part")
     longest = max(length for _, length in lengths)
     mine = torch.frombuffer(bytearray(data.ljust(longest + 1, b"\0")), dtype=torch.uint8).to(device)
-    return [row.cpu().numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in _of_everyone(mine, operation)]
+    return [row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in _of_everyone(mine, operation)]
 
 
 def _of_everyone(x: torch.Tensor, operation: str) -> list[torch.Tensor]:
     out = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     with named(operation, _everyone()):
         dist.all_gather(out, x)
-    return out
+        return [part.cpu() for part in out]  # on CUDA the host waits here
 
 
 def _everyone() -> Axis:

@@ -5,11 +5,15 @@ Every failure becomes a DistributedError that names the operation, this rank, it
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 from pymesh3d.mesh import Axis, named
 
+SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 # torch 2.13 renamed these two; 2.11 knows only the old names
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -18,29 +22,34 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 class Pending:
     """A collective under way. `wait()` returns its tensor; on CUDA the current stream waits, not the host."""
 
-    def __init__(self, tensor: torch.Tensor, work: dist.Work | None = None, operation: str = "", axis: Axis | None = None) -> None:
-        self._tensor, self._work, self._operation, self._axis = tensor, work, operation, axis
+    def __init__(self, tensor: torch.Tensor, finish: Callable[[], object] | None = None) -> None:
+        self._tensor, self._finish = tensor, finish
 
     def wait(self) -> torch.Tensor:
         """The finished tensor."""
-        if self._work is not None:
-            assert self._axis is not None, "work without an axis"
-            with named(self._operation, self._axis):
-                self._work.wait()
-            self._work = None
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
         return self._tensor
 
 
-def _reduce_op(name: str) -> dist.ReduceOp.RedOpType:
-    return {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[name]
+def _start(
+    operation: str, axis: Axis, out: torch.Tensor, call: Callable[..., dist.Work], *tensors: torch.Tensor, **options: Any
+) -> Pending:
+    """What `call` does to `tensors`, its result in `out`; failures are named, now and while it is waited for."""
+    with named(operation, axis):
+        work = call(*tensors, group=axis.group, async_op=True, **options)
+
+    def finish() -> None:
+        with named(operation, axis):
+            work.wait()
+
+    return Pending(out, finish)
 
 
-def all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> Pending:
-    """Replace `x` by its sum (or max) over the ranks of `axis`, the same bits on each."""
-    if axis.size == 1:
-        return Pending(x)
-    with named("all-reduce", axis):
-        return Pending(x, dist.all_reduce(x, op=_reduce_op(op), group=axis.group, async_op=True), "all-reduce", axis)
+def all_reduce_(x: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = SUM) -> Pending:
+    """Replace `x` by its sum (or what `op` says) over the ranks of `axis`, the same bits on each."""
+    return Pending(x) if axis.size == 1 else _start("all-reduce", axis, x, dist.all_reduce, x, op=op)
 
 
 def all_gather(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = None) -> Pending:
@@ -50,8 +59,7 @@ def all_gather(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = None) -> 
     x = x.contiguous()
     if out is None:
         out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    with named("all-gather", axis):
-        return Pending(out, _all_gather_single(out, x, group=axis.group, async_op=True), "all-gather", axis)
+    return _start("all-gather", axis, out, _all_gather_single, out, x)
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
@@ -60,8 +68,7 @@ def reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
         return Pending(x)
     x = x.contiguous()
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    with named("reduce-scatter", axis):
-        return Pending(out, _reduce_scatter_single(out, x, group=axis.group, async_op=True), "reduce-scatter", axis)
+    return _start("reduce-scatter", axis, out, _reduce_scatter_single, out, x)
 
 
 def all_to_all(x: torch.Tensor, axis: Axis) -> Pending:
@@ -70,8 +77,7 @@ def all_to_all(x: torch.Tensor, axis: Axis) -> Pending:
         return Pending(x)
     x = x.contiguous()
     out = torch.empty_like(x)
-    with named("all-to-all", axis):
-        return Pending(out, dist.all_to_all_single(out, x, group=axis.group, async_op=True), "all-to-all", axis)
+    return _start("all-to-all", axis, out, dist.all_to_all_single, out, x)
 
 
 def broadcast_(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
@@ -80,6 +86,15 @@ def broadcast_(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
         with named("broadcast", axis):
             dist.broadcast(x, src=axis.ranks[source], group=axis.group)
     return x
+
+
+def equalize_(x: torch.Tensor, axis: Axis) -> None:
+    """Give `x`, of any dtype and device, the values that it has on the axis' first rank. Does nothing on the meta device."""
+    if axis.size > 1 and not x.is_meta:
+        device = torch.device("cuda") if dist.get_backend(axis.group) == "nccl" else x.device
+        sent = x.detach().to(device).contiguous()
+        broadcast_(sent.view(-1).view(torch.uint8), axis)
+        x.data = sent.to(x.device)
 
 
 def gather_rows(values: torch.Tensor, axis: Axis) -> torch.Tensor:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from pymesh3d.mesh import Axis, Mesh, named
 
+ON_THE_WAY = 2  # tensors that a channel keeps while they are sent; a receiver gets ready for one while it works on another
+
 
 class Channel:
     """One direction between two ranks. The sender calls `send`, the receiver `post` (early) and `take` (when it needs the tensor)."""
@@ -28,9 +30,13 @@ class Channel:
         self._posted: collections.deque[tuple[dist.Work, torch.Tensor, int]] = collections.deque()
 
     def send(self, tensor: torch.Tensor, microbatch: int) -> None:
-        """Start sending. The tensor itself is kept, not a copy, until it has left: drop it freely, but do not write into it."""
+        """Start sending. The tensor itself is kept, not a copy, until it has left: drop it freely, but do not write into it.
+
+        With `ON_THE_WAY` tensors under way it first waits for the oldest. Schedules are checked with sends that wait every time.
+        """
         assert self._sender, "this end of the channel receives"
-        self._forget_finished()
+        while len(self._sent) >= ON_THE_WAY:
+            self._finish_oldest()
         tensor = tensor.detach().contiguous()
         with self._named(microbatch):
             self._sent.append((self._start(dist.isend, tensor, self._axis.ranks[1]), tensor, microbatch))
@@ -52,9 +58,12 @@ class Channel:
     def flush(self) -> None:
         """Wait until all that was sent has left."""
         while self._sent:
-            work, _, microbatch = self._sent.popleft()
-            with self._named(microbatch):
-                work.wait()
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        work, _, microbatch = self._sent.popleft()
+        with self._named(microbatch):
+            work.wait()
 
     def _named(self, microbatch: int) -> contextlib.AbstractContextManager[None]:
         return named(f"{'send' if self._sender else 'receive'} of {self._operation} of microbatch {microbatch}", self._axis)
@@ -63,10 +72,6 @@ class Channel:
         # As a batch of one: with NCCL a bare isend would make a second communicator for the pair.
         (work,) = dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group=self._axis.group)])
         return work
-
-    def _forget_finished(self) -> None:
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()[0].wait()
 
 
 class Channels:

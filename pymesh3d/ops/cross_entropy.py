@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from pymesh3d.comm.collectives import all_reduce_
+from pymesh3d.comm.collectives import MAX, all_reduce_
 from pymesh3d.mesh import Axis
 
 
@@ -25,7 +25,7 @@ class _CrossEntropy(torch.autograd.Function):
         valid = min(max(vocab - start, 0), width)  # columns beyond are padding of the vocabulary
         z = logits.to(torch.float32, copy=True) if logits.dtype in (torch.bfloat16, torch.float16) else logits.clone()
         z[..., valid:] = -torch.inf
-        z -= all_reduce_(z.amax(-1).contiguous(), axis, "max").wait().unsqueeze(-1)
+        z -= all_reduce_(z.amax(-1).contiguous(), axis, MAX).wait().unsqueeze(-1)
 
         ignored = target == ignore_index
         local = target - start
@@ -40,7 +40,9 @@ class _CrossEntropy(torch.autograd.Function):
         loss = log_total - (1 - smoothing) * target_z - smoothing * (summed_z / vocab)
         ctx.save_for_backward(exp.div_(total.unsqueeze(-1)), local, here, ignored)
         ctx.vocab, ctx.valid, ctx.smoothing, ctx.dtype = vocab, valid, smoothing, logits.dtype
-        return loss.masked_fill(ignored, 0)
+        # On CUDA nobody looked at the targets, which would wait for the device: one outside makes a loss that no step is taken with.
+        loss.masked_fill_((target < 0) | (target >= vocab), torch.nan)
+        return loss.masked_fill_(ignored, 0)
 
     @staticmethod
     @once_differentiable
@@ -61,7 +63,8 @@ def cross_entropy(
 ) -> torch.Tensor:
     """Per-token loss [T] of local logits [T, V/ranks] and targets [T], the same bits on every rank.
 
-    Computed in float32 for bf16 logits, otherwise in the logits' dtype. 0 where the target is `ignore_index`. Smoothing puts
+    Computed in float32 for bf16 logits, otherwise in the logits' dtype. 0 where the target is `ignore_index`, NaN where it is
+    outside the vocabulary. Smoothing puts
     mass label_smoothing / V on each of the V entries, as torch does.
     """
     loss: torch.Tensor = _CrossEntropy.apply(logits, target, axis, vocab, ignore_index, label_smoothing)

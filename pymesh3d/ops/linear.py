@@ -106,7 +106,7 @@ class _RowLinear(torch.autograd.Function):
 class _VocabLookup(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ids: torch.Tensor, weight: torch.Tensor, axis: Axis, sequence_parallel: bool, padding_idx: int | None
+        ctx: Any, ids: torch.Tensor, weight: torch.Tensor, axis: Axis, sequence_parallel: bool, vocab: int, padding_idx: int | None
     ) -> torch.Tensor:
         local = ids - axis.rank * weight.shape[0]
         elsewhere = (local < 0) | (local >= weight.shape[0])
@@ -114,7 +114,9 @@ class _VocabLookup(torch.autograd.Function):
         no_grad = elsewhere if padding_idx is None else elsewhere | (ids == padding_idx)
         ctx.save_for_backward(local, no_grad, weight)
         ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
-        y = F.embedding(local, weight).masked_fill(elsewhere.unsqueeze(-1), 0)
+        # On CUDA nobody looked at the ids, which would wait for the device: one outside makes numbers that no step is taken with.
+        instead = torch.zeros_like(ids, dtype=weight.dtype).masked_fill_((ids < 0) | (ids >= vocab), torch.nan)
+        y = torch.where(elsewhere.unsqueeze(-1), instead.unsqueeze(-1), F.embedding(local, weight))
         return _scatter_tokens(y, axis) if sequence_parallel else all_reduce_(y, axis).wait()
 
     @staticmethod
@@ -127,7 +129,7 @@ class _VocabLookup(torch.autograd.Function):
         if grad_y.dtype == torch.bfloat16:  # a token that occurs often would lose its small summands
             grad_y = grad_y.float()
         grad = torch.ops.aten.embedding_dense_backward(grad_y, local, weight.shape[0], -1, False)
-        return None, add_grad(weight, grad), None, None, None
+        return None, add_grad(weight, grad), None, None, None, None
 
 
 @torch.compiler.disable
@@ -145,7 +147,12 @@ def row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 
 
 @torch.compiler.disable
-def vocab_lookup(ids: torch.Tensor, weight: torch.Tensor, axis: Axis, sequence_parallel: bool, padding_idx: int | None) -> torch.Tensor:
-    """Rows of an embedding [V, D] cut over the ranks: ids [..., T] -> [..., T, D], or [..., T/ranks, D] with sequence_parallel."""
-    y: torch.Tensor = _VocabLookup.apply(ids, weight, axis, sequence_parallel, padding_idx)
+def vocab_lookup(
+    ids: torch.Tensor, weight: torch.Tensor, axis: Axis, sequence_parallel: bool, *, vocab: int, padding_idx: int | None
+) -> torch.Tensor:
+    """Rows of an embedding [V, D] cut over the ranks: ids [..., T] -> [..., T, D], or [..., T/ranks, D] with sequence_parallel.
+
+    NaN for an id outside the vocabulary.
+    """
+    y: torch.Tensor = _VocabLookup.apply(ids, weight, axis, sequence_parallel, vocab, padding_idx)
     return y

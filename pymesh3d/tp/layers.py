@@ -10,11 +10,10 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pymesh3d.comm.collectives import broadcast_
+from pymesh3d.comm.collectives import equalize_
 from pymesh3d.config import require_flag, require_positive
 from pymesh3d.errors import ConfigError
 from pymesh3d.initial import fill_, materialize
@@ -37,17 +36,7 @@ def tp_axis(mesh: Mesh | DeviceMesh | Axis) -> Axis:
         raise ConfigError(
             f"DeviceMesh with dims {names or mesh.ndim}", "no dim called 'tp'", "Name it 'tp', or hand over a one-dimensional slice"
         )
-    line = mesh if mesh.ndim == 1 else mesh["tp"]
-    return Axis("tp", line.get_local_rank(), tuple(dist.get_process_group_ranks(line.get_group())), line.get_group())
-
-
-def equalize_(x: torch.Tensor, axis: Axis) -> None:
-    """Give `x`, of any dtype and device, the values that it has on the axis' first rank. Does nothing on the meta device."""
-    if axis.size > 1 and not x.is_meta:
-        device = torch.device("cuda") if dist.get_backend(axis.group) == "nccl" else x.device
-        sent = x.detach().to(device).contiguous()
-        broadcast_(sent.view(-1).view(torch.uint8), axis)
-        x.data = sent.to(x.device)
+    return Axis.of("tp", mesh if mesh.ndim == 1 else mesh["tp"])
 
 
 def _common_seed(axis: Axis) -> int:
@@ -333,7 +322,7 @@ class VocabParallelEmbedding(_Sharded):
                 f"Use 0..{self.num_embeddings - 1}",
             )
         self._check_tokens(ids, ids.shape[-1] if ids.ndim else 1)
-        return vocab_lookup(ids, self.weight, self.axis, self.sequence_parallel, self.padding_idx)
+        return vocab_lookup(ids, self.weight, self.axis, self.sequence_parallel, vocab=self.num_embeddings, padding_idx=self.padding_idx)
 
     def extra_repr(self) -> str:
         """Sizes of the whole layer and how it is cut."""

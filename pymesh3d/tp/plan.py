@@ -10,11 +10,12 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pymesh3d.comm.collectives import equalize_
 from pymesh3d.config import require_flag
 from pymesh3d.errors import ConfigError
 from pymesh3d.mesh import Axis, Mesh
 from pymesh3d.placement import Part, Placement, place, placement_of
-from pymesh3d.tp.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, equalize_, tp_axis
+from pymesh3d.tp.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, tp_axis
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pymesh3d.comm.collectives import all_gather, all_reduce_, all_to_all, broadcast_, gather_rows, named, reduce_scatter
+from pymesh3d.comm.collectives import MAX, all_gather, all_reduce_, all_to_all, broadcast_, gather_rows, named, reduce_scatter
 from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.launch import loopback_store
 from pymesh3d.mesh import Axis, init_mesh
@@ -26,7 +26,7 @@ def values() -> dict[str, Any]:
     x = torch.tensor([[me, me + 10], [me + 20, me + 30]])
     found = {
         "sum": all_reduce_(x.clone(), axis).wait().tolist(),
-        "max": all_reduce_(x.clone(), axis, "max").wait().tolist(),
+        "max": all_reduce_(x.clone(), axis, MAX).wait().tolist(),
         "gather": all_gather(x.t(), axis).wait().tolist(),
         "scatter": reduce_scatter(x.t(), axis).wait().tolist(),
         "exchange": all_to_all(x.t(), axis).wait().tolist(),

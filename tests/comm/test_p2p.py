@@ -27,20 +27,21 @@ def ends(mesh: Mesh, channels: Channels) -> tuple[Channel, Channel]:
 
 
 def many_sends() -> list[tuple[float, float, int]]:
-    """Both sides send many tensors at once, free each at once and overwrite the memory; (smallest, largest value, numbers) of what came."""
+    """Both sides send many tensors, free each at once and overwrite the memory; (smallest, largest value, numbers) of what came."""
     mesh = init_mesh(pp=2, device="cpu")
     out, into = ends(mesh, Channels(mesh))
+    received = []
     for n in range(COUNT):
         tensor = torch.full((NUMBERS + n,), float(n), dtype=torch.float64)
         out.send(tensor, n)
         del tensor
         torch.full((NUMBERS + n,), 12345.0, dtype=torch.float64)
-    time.sleep(0.2 * mesh.rank)  # one side receives later
-    received = []
-    for n in range(COUNT):
+        if n == 0:
+            time.sleep(0.2 * mesh.rank)  # one side receives later
         into.post((NUMBERS + n,), torch.float64, mesh.device, n)
         if n % 2:  # two receives are open at a time
             received += [into.take(), into.take()]
+            assert len(out._sent) <= 2, "what was sent before is no longer kept"
     out.flush()
     mesh.close()
     return [(t.min().item(), t.max().item(), t.numel()) for t in received]
