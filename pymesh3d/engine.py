@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,10 @@ def parallelize(model: Llama, mesh: Mesh, config: TrainConfig | None = None, *, 
     """
     config = TrainConfig() if config is None else config
     validate(model.config, mesh.layout, config)
+    if optimizer is not None and not callable(optimizer):
+        raise ConfigError(f"optimizer={optimizer!r}", "it must make an optimizer from parameter groups", "Use torch.optim.AdamW, or None")
+    stages = stage_layers(model.config, mesh.pp.size)
+    _require_trained(model, stages)
     require_equal(exchange_text(f"{model.config} {config}", mesh.device), "configuration")
     adamw = functools.partial(torch.optim.AdamW, lr=config.lr, betas=config.betas, eps=config.eps, fused=mesh.device.type == "cuda")
     on_meta = any(parameter.is_meta for parameter in model.parameters())
@@ -55,9 +59,7 @@ def parallelize(model: Llama, mesh: Mesh, config: TrainConfig | None = None, *, 
     # Tensor parallelism first, on the whole model: names and ties are those of the unsharded one, and nothing is allocated yet.
     parallelize_module(model, mesh, plan(config.vocab_multiple), sequence_parallel=config.sequence_parallel)
     # Then this stage's layers; what other ranks run is dropped before memory is taken for it.
-    keep_layers(
-        model, stage_layers(model.config, mesh.pp.size)[mesh.pp.rank], first=mesh.pp.rank == 0, last=mesh.pp.rank == mesh.pp.size - 1
-    )
+    keep_layers(model, stages[mesh.pp.rank], first=mesh.pp.rank == 0, last=mesh.pp.rank == mesh.pp.size - 1)
     model.to(dtype=DTYPES[config.dtype])
     if on_meta:
         materialize(model, mesh.device)
@@ -84,6 +86,19 @@ def parallelize(model: Llama, mesh: Mesh, config: TrainConfig | None = None, *, 
 def stage_layers(model: ModelConfig, stages: int) -> list[range]:
     """Which layers each stage runs, balanced by cost: the head weighs as many layers as its matrix has of a layer's numbers."""
     return partition([1.0] * model.layers, stages, last=model.vocab * model.dim / layer_parameters(model))
+
+
+def _require_trained(model: Llama, stages: Sequence[range]) -> None:
+    """Refuse a stage with nothing to train: its optimizer would be empty while the other stages wait for it. Raises ConfigError."""
+    for stage, layers in enumerate(stages):
+        held: list[torch.nn.Module | None] = [model.layers[str(number)] for number in layers]
+        held += [model.embed] * (stage == 0) + [model.norm, model.head] * (stage == len(stages) - 1)
+        if not any(parameter.requires_grad for module in held if module is not None for parameter in module.parameters()):
+            raise ConfigError(
+                f"pp={len(stages)} with all parameters of stage {stage} frozen (layers {layers.start} to {layers.stop - 1})",
+                "each stage must have something to train",
+                "Use pp=1, or leave requires_grad of one of these layers on",
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,7 +223,7 @@ class Engine:
             raise ConfigError(
                 f"token ids {tuple(ids.shape)}, targets {tuple(targets.shape)}",
                 "both must be [batch, sequence], alike and not empty",
-                "See Engine.train_step",
+                "Use .view(batch, sequence)",
             )
         if self.config.sequence_parallel and ids.shape[1] % self.mesh.tp.size:
             longer = math.ceil(ids.shape[1] / self.mesh.tp.size) * self.mesh.tp.size

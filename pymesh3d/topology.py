@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 
-LINKS = ("none", "NVLink", "PCIe", "shared memory", "network")  # fast to slow
+LINKS = ("none", "NVLink", "unknown", "PCIe", "shared memory", "network")  # fast to slow
 
 
 def host_name(env: Mapping[str, str] = os.environ) -> str:
@@ -32,6 +33,7 @@ def parse_nvidia_topology(text: str) -> dict[tuple[int, int], str]:
     return links
 
 
+@functools.cache  # nvidia-smi takes a second, and hardware stays
 def nvidia_links() -> dict[tuple[int, int], str]:
     """Links between the GPUs of this host; empty where nvidia-smi cannot say."""
     try:
@@ -62,7 +64,7 @@ class Topology:
             return "none"
         if self.hosts[a] != self.hosts[b]:
             return "network"
-        return self.links.get((self.devices[a], self.devices[b]), "PCIe") if self.on_gpu else "shared memory"
+        return self.links.get((self.devices[a], self.devices[b]), "unknown") if self.on_gpu else "shared memory"
 
     def slowest(self, ranks: Sequence[int]) -> str:
         """The slowest link among all pairs of `ranks`."""

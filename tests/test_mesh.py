@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import socket
 import time
@@ -12,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from pymesh3d import mesh as mesh_module
+from pymesh3d import rendezvous
 from pymesh3d.config import AXES, Layout
 from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.launch import LOOPBACK, launch
-from pymesh3d.mesh import exchange_text, init_mesh
+from pymesh3d.mesh import Axis, exchange_text, init_mesh, named
 
 Ranks = Callable[..., list[Any]]
 
@@ -227,9 +229,22 @@ def meet_twice() -> tuple[float, float]:
     return totals[0], totals[1]
 
 
-def test_ranks_can_meet_again() -> None:
-    script = "from tests.test_mesh import meet_twice; assert meet_twice() == (3.0, 30.0)"
-    assert launch(["-c", script], 2) == 0
+@pytest.mark.parametrize("served", ["by the launcher", "by rank 0"])
+def test_ranks_can_meet_again(served: str) -> None:
+    script = "import os; from tests.test_mesh import meet_twice; "
+    if served == "by rank 0":
+        with socket.create_server((LOOPBACK, 0)) as server:
+            script += f"os.environ.update(TORCHELASTIC_USE_AGENT_STORE='False', MASTER_PORT='{server.getsockname()[1]}'); "
+    assert launch(["-c", script + "assert meet_twice() == (3.0, 30.0)"], 2) == 0
+
+
+def test_a_meeting_can_be_tried_again() -> None:
+    store = HashStore()
+    store.set_timeout(datetime.timedelta(seconds=0.2))
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] have not come"):
+        rendezvous._meet(store, 0, 2)
+    PrefixStore("meeting 1", store).set("rank 1 is here", "")
+    rendezvous._meet(store, 0, 2)
 
 
 def with_another_version(odd: int) -> tuple[str, bool]:
@@ -253,6 +268,16 @@ def test_another_version_is_named_on_every_rank(ranks: Ranks, world: int) -> Non
         f"rank 1 has 'pymesh3d 9.9, torch {torch_version}'. Install and start the same everywhere"
     )
     assert ranks(world, with_another_version, 1) == [(text, True)] * world
+
+
+def test_a_failure_that_is_no_peers_keeps_its_words() -> None:
+    axis = Axis("dp", 0, (0, 1), None)  # type: ignore[arg-type]
+    for error in (torch.OutOfMemoryError("no room"), DistributedError("rank 1 is gone")):
+        with pytest.raises(type(error), match=f"^{error}$"), named("all-reduce", axis):
+            raise error
+    text = r"rank 0: all-reduce over axis dp with ranks \[1\] failed after 0\.\d s: reset\. One of these ranks"
+    with pytest.raises(DistributedError, match=text), named("all-reduce", axis):
+        raise RuntimeError("reset")
 
 
 def long_texts() -> list[str]:

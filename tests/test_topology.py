@@ -84,11 +84,12 @@ def test_tp_over_pcie_is_found_on_gpus() -> None:
     links = parse_nvidia_topology(MATRIX)
     assert hosts_of(layout, nodes=1, gpus=links).outside_nvlink(tp_groups(layout)) is None
     assert hosts_of(layout, nodes=1, gpus=links).outside_nvlink([[0, 1], [1, 2]]) == [1, 2]
-    assert hosts_of(layout, nodes=1, gpus={}).outside_nvlink(tp_groups(layout)) == [0, 1], "unknown links are taken for PCIe"
+    assert hosts_of(layout, nodes=1, gpus={}).outside_nvlink(tp_groups(layout)) is None, "nobody is warned of what nobody knows"
+    assert hosts_of(layout, nodes=1, gpus={}).slowest_of(tp_groups(layout)) == "unknown"
 
 
 def test_links_are_ordered_from_fast_to_slow() -> None:
-    assert LINKS == ("none", "NVLink", "PCIe", "shared memory", "network")
+    assert LINKS == ("none", "NVLink", "unknown", "PCIe", "shared memory", "network")
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ _HEADER = re.compile(r"schedule (\S+): pp (\d+), microbatches (\d+)(?:, virtual 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
-@dataclasses.dataclass(frozen=True, order=True)
+@dataclasses.dataclass(frozen=True)
 class Action:
     """One thing a rank does for one microbatch of one stage (the index of the stage in the whole pipeline)."""
 

@@ -52,10 +52,10 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": 
 
 
 def build(name: str, pp: int, microbatches: int) -> Schedule:
-    """The schedule called `name`, in capitals or not. Raises ConfigError for an unknown name and for sizes below 1."""
-    if str(name).lower() not in SCHEDULES:
+    """The schedule called `name`. Raises ConfigError for an unknown name and for sizes below 1."""
+    if name not in SCHEDULES:
         raise ConfigError(f"schedule {name!r}", "there is no schedule of that name", f"Use one of {', '.join(SCHEDULES)}")
-    return SCHEDULES[name.lower()](pp, microbatches)
+    return SCHEDULES[name](pp, microbatches)
 
 
 def _schedule(name: str, microbatches: int, orders: Sequence[Sequence[Action]]) -> Schedule:

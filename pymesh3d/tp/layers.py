@@ -54,6 +54,7 @@ class _Sharded(nn.Module):
         for name, size in sizes.items():
             require_positive(name, size)
         require_flag("sequence_parallel", sequence_parallel)
+        self._sizes = tuple(sizes.values())
         self.axis = tp_axis(mesh)
         self.sequence_parallel = sequence_parallel
         self._default_device = mesh.device if isinstance(mesh, Mesh) else None
@@ -78,6 +79,10 @@ class _Sharded(nn.Module):
         for name, whole in module.named_parameters(recurse=False):
             materialize(self, whole.device)
             self._take(self.get_parameter(name), whole)
+
+    def extra_repr(self) -> str:
+        """Sizes of the whole layer and how it is cut."""
+        return f"{self._sizes[0]}, {self._sizes[1]}, tp={self.axis.size}, sequence_parallel={self.sequence_parallel}"
 
     def _check_features(self, x: torch.Tensor, features: int) -> None:
         if not x.ndim or x.shape[-1] != features:
@@ -184,10 +189,6 @@ class ColumnParallelLinear(_Sharded):
         y = column_linear(x, self.weight, self.bias, self.axis, self.sequence_parallel)
         return gather_features(y, self.axis)[..., : self.out_features] if self.gather_output else y
 
-    def extra_repr(self) -> str:
-        """Sizes of the whole layer and how it is cut."""
-        return f"{self.in_features}, {self.out_features}, tp={self.axis.size}, sequence_parallel={self.sequence_parallel}"
-
 
 class RowParallelLinear(_Sharded):
     """y = x W^T + b with the K columns of W cut across tp: in [..., T, K/tp], out [..., T, N], b added once.
@@ -244,10 +245,6 @@ class RowParallelLinear(_Sharded):
             x = split_features(x, self.axis)
         self._check_tokens(x, x.shape[-2] if x.ndim > 1 else 1)
         return row_linear(x, self.weight, self.bias, self.axis, self.sequence_parallel)
-
-    def extra_repr(self) -> str:
-        """Sizes of the whole layer and how it is cut."""
-        return f"{self.in_features}, {self.out_features}, tp={self.axis.size}, sequence_parallel={self.sequence_parallel}"
 
 
 class VocabParallelEmbedding(_Sharded):
@@ -323,10 +320,6 @@ class VocabParallelEmbedding(_Sharded):
             )
         self._check_tokens(ids, ids.shape[-1] if ids.ndim else 1)
         return vocab_lookup(ids, self.weight, self.axis, self.sequence_parallel, vocab=self.num_embeddings, padding_idx=self.padding_idx)
-
-    def extra_repr(self) -> str:
-        """Sizes of the whole layer and how it is cut."""
-        return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.axis.size}, sequence_parallel={self.sequence_parallel}"
 
 
 def _parts(rows: int, parts: Sequence[int | Part] | None, heads: int | None, multiple: int | None, ranks: int) -> tuple[Part, ...]:

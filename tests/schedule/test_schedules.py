@@ -20,7 +20,6 @@ def all_sizes(name: str) -> list[Schedule]:
 def test_every_name_of_the_configuration_is_a_schedule() -> None:
     assert tuple(module.SCHEDULES) == NAMES
     assert all(build(name, 2, 2).name == name for name in NAMES)
-    assert build("1F1B", 2, 2) == build("1f1b", 2, 2)
 
 
 @everyone

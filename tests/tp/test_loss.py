@@ -14,6 +14,8 @@ from torch import nn
 from pymesh3d.comm.whole import whole
 from pymesh3d.errors import ConfigError
 from pymesh3d.mesh import Axis, Mesh, init_mesh
+from pymesh3d.ops.cross_entropy import cross_entropy
+from pymesh3d.ops.linear import vocab_lookup
 from pymesh3d.placement import Part, Placement, placement_of
 from pymesh3d.tp.layers import ColumnParallelLinear, VocabParallelEmbedding
 from pymesh3d.tp.loss import vocab_parallel_cross_entropy
@@ -156,6 +158,25 @@ def test_bf16_logits_are_computed_in_float32(ranks: Ranks) -> None:
     for loss_error, grad_error in ranks(2, bf16_logits):
         assert loss_error < 1e-6
         assert grad_error < 2**-8, "rounded once"
+
+
+def outside() -> tuple[list[bool], list[bool], list[bool]]:
+    """Where numbers are NaN when nobody has looked at targets and ids, as on a GPU."""
+    mesh = init_mesh(tp=2, dp=1, device="cpu")
+    targets = torch.tensor([-100, -1, 0, 6, 7, 8])
+    loss = cross_entropy(torch.zeros(6, 4), targets, mesh.tp, vocab=7)
+    rows = [
+        vocab_lookup(torch.tensor([-1, 0, 6, 7, 8, 3]), torch.ones(4, 2), mesh.tp, sp, vocab=7, padding_idx=None) for sp in (False, True)
+    ]
+    mesh.close()
+    return loss.isnan().tolist(), rows[0].isnan().all(-1).tolist(), rows[1].isnan().any(-1).tolist()
+
+
+def test_what_is_outside_the_vocabulary_becomes_nan(ranks: Ranks) -> None:
+    for rank, (loss, rows, part) in enumerate(ranks(2, outside)):
+        assert loss == [False, True, False, False, True, True]
+        assert rows == [True, False, False, True, True, False]
+        assert part == rows[3 * rank : 3 * rank + 3]
 
 
 REFUSED = [
