@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from pymesh3d.bench import tables
 from pymesh3d.cli import parser
@@ -21,20 +22,21 @@ README = (ROOT / "README.md").read_text()
 PYTHON = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 
 
-def printed(code: str, ranks: int, folder: Path) -> str:
-    """What the script prints as that many ranks on the CPU; as one it is started plainly, without torchrun or `launch`."""
+def printed(code: str, ranks: int, folder: Path, *, gpus: bool = False) -> str:
+    """What the script prints as that many ranks, without `gpus` on the CPU; as one it is started plainly, without torchrun or `launch`."""
     script = folder / "train.py"
     script.write_text(code)
     launcher = ["-c", f"import sys; from pymesh3d.launch import launch; sys.exit(launch([{str(script)!r}], {ranks}))"]
     done = subprocess.run(
         [sys.executable, *(launcher if ranks > 1 else [str(script)])],
         env={name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},  # threads wait for each other where cores are few
+        | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # threads wait for each other where cores are few
+        | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""}),
         capture_output=True,
         text=True,
         timeout=110,
     )
-    assert (done.returncode, done.stderr) == (0, ""), done
+    assert done.returncode == 0 and (gpus or done.stderr == ""), done
     return done.stdout
 
 
@@ -71,6 +73,15 @@ def test_the_layers_in_a_model_of_ones_own(tmp_path: Path) -> None:
     assert one and two
     assert float(one[1]) == pytest.approx(float(two[1]), abs=2e-4) and float(one[1]) < 0.6
     assert len(PYTHON) == 2, "a new example needs a test"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_layers_in_a_model_of_ones_own_on_gpus(tmp_path: Path, ranks: int) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    found = re.search(r"^loss (0\.\d{4})$", printed(PYTHON[1], ranks, tmp_path, gpus=True), re.MULTILINE)
+    assert found and float(found[1]) < 0.6
 
 
 def test_the_scripts_are_short() -> None:

@@ -12,10 +12,12 @@ import torch
 
 from pymesh3d.comm.p2p import Channel, Channels
 from pymesh3d.errors import DistributedError
+from pymesh3d.launch import launch
 from pymesh3d.mesh import Mesh, init_mesh
 
 Ranks = Callable[..., list[Any]]
 COUNT, NUMBERS = 40, 5000
+SENT = [(float(n), float(n), NUMBERS + n) for n in range(COUNT)]
 
 
 def ends(mesh: Mesh, channels: Channels) -> tuple[Channel, Channel]:
@@ -26,16 +28,16 @@ def ends(mesh: Mesh, channels: Channels) -> tuple[Channel, Channel]:
     return out, into
 
 
-def many_sends() -> list[tuple[float, float, int]]:
+def many_sends(device: str = "cpu") -> list[tuple[float, float, int]]:
     """Both sides send many tensors, free each at once and overwrite the memory; (smallest, largest value, numbers) of what came."""
-    mesh = init_mesh(pp=2, device="cpu")
+    mesh = init_mesh(pp=2, device=device)
     out, into = ends(mesh, Channels(mesh))
     received = []
     for n in range(COUNT):
-        tensor = torch.full((NUMBERS + n,), float(n), dtype=torch.float64)
+        tensor = torch.full((NUMBERS + n,), float(n), dtype=torch.float64, device=mesh.device)
         out.send(tensor, n)
         del tensor
-        torch.full((NUMBERS + n,), 12345.0, dtype=torch.float64)
+        torch.full((NUMBERS + n,), 12345.0, dtype=torch.float64, device=mesh.device)
         if n == 0:
             time.sleep(0.2 * mesh.rank)  # one side receives later
         into.post((NUMBERS + n,), torch.float64, mesh.device, n)
@@ -48,7 +50,14 @@ def many_sends() -> list[tuple[float, float, int]]:
 
 
 def test_order_is_kept_and_sent_tensors_may_be_freed(ranks: Ranks) -> None:
-    assert ranks(2, many_sends) == [[(float(n), float(n), NUMBERS + n) for n in range(COUNT)]] * 2
+    assert ranks(2, many_sends) == [SENT] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_order_is_kept_between_gpus() -> None:
+    script = "from tests.comm.test_p2p import SENT, many_sends; assert many_sends('cuda') == SENT"
+    assert launch(["-c", script], 2) == 0
 
 
 def not_contiguous() -> list[list[float]] | None:
