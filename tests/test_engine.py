@@ -183,6 +183,18 @@ def test_a_step_that_one_rank_cannot_take_is_taken_by_none(ranks: Ranks, zero_st
             assert "inf" in inf and "2 skipped" in inf
 
 
+def held_out_loss(engine: Engine, batch: Batch) -> float:
+    """What `eval_step` gives; it must keep nothing for a backward and leave what was accumulated as it is."""
+    before = [bucket.grads.clone() for bucket in engine.zero.buckets]
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        loss = engine.eval_step(batch)
+    assert not kept, f"{len(kept)} tensors are kept for a backward that never comes"
+    assert all(torch.equal(bucket.grads, grads) for bucket, grads in zip(engine.zero.buckets, before, strict=True))
+    assert all(parameter.grad is None for parameter in engine.model.parameters())
+    return loss
+
+
 def uneven(batches: Sequence[Batch]) -> dict[str, Any]:
     """Train on 8 samples in microbatches of 3, evaluate 5 in two, train again; also evaluate between a pass and its step."""
     engine = engine_on(train=dataclasses.replace(FLOAT64, micro_batch=3), pp=2)
@@ -193,9 +205,9 @@ def uneven(batches: Sequence[Batch]) -> dict[str, Any]:
         return forward(number, ids, *rest, **options)
 
     engine.stage.forward = counted  # type: ignore[method-assign]
-    losses = [engine.train_step(batches[0]).loss, engine.eval_step(batches[1])]
+    losses = [engine.train_step(batches[0]).loss, held_out_loss(engine, batches[1])]
     loss, _ = engine.forward_backward(batches[2])
-    losses += [loss, engine.eval_step(batches[1])]
+    losses += [loss, held_out_loss(engine, batches[1])]
     engine.optimizer_step()
     parameters = dict(engine.whole_parameters())
     engine.mesh.close()
@@ -303,8 +315,35 @@ def test_bad_batches_are_refused_and_training_goes_on(ranks: Ranks) -> None:
 def test_layers_are_spread_with_the_head_as_a_layer() -> None:
     assert stage_layers(SMALL, 1) == [range(4)]
     assert stage_layers(SMALL, 4) == [range(0, 1), range(1, 2), range(2, 3), range(3, 4)]
+    seven = dataclasses.replace(SMALL, layers=7)
+    assert all([layer for stage in stage_layers(seven, stages) for layer in stage] == list(range(7)) for stages in range(1, 8))
     large_head = dataclasses.replace(SMALL, vocab=200_000)
     assert stage_layers(large_head, 2) == [range(0, 3), range(3, 4)]
+
+
+def refused_models() -> list[str]:
+    mesh = init_mesh(pp=2, device="cpu")
+    frozen = Llama(SMALL, device="meta")
+    for name, parameter in frozen.named_parameters():
+        parameter.requires_grad_(not name.startswith(("embed", "layers.0", "layers.1")))
+    texts = []
+    for model, optimizer in ((frozen, None), (Llama(SMALL, device="meta"), [])):
+        with pytest.raises(ConfigError) as caught:
+            parallelize(model, mesh, FLOAT64, optimizer=optimizer)  # type: ignore[arg-type]
+        texts.append(str(caught.value))
+    next(frozen.layers["0"].parameters()).requires_grad_()
+    parallelize(frozen, mesh, FLOAT64)
+    mesh.close()
+    return texts
+
+
+def test_what_cannot_be_trained_is_refused_on_all_stages(ranks: Ranks) -> None:
+    for texts in ranks(2, refused_models):
+        assert texts == [
+            "pp=2 with all parameters of stage 0 frozen (layers 0 to 1): each stage must have something to train. "
+            "Use pp=1, or leave requires_grad of one of these layers on",
+            "optimizer=[]: it must make an optimizer from parameter groups. Use torch.optim.AdamW, or None",
+        ]
 
 
 def refused_batches() -> list[str]:

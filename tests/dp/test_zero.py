@@ -161,6 +161,18 @@ def test_bf16_contributions_are_rounded_once_and_summed_in_float32(ranks: Ranks,
         assert torch.equal(rank["weight"], master.bfloat16())
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_is_not_sent_is_not_rounded(ranks: Ranks, stage: int) -> None:
+    """One dp rank alone: its float32 gradients go into AdamW as they are."""
+    generator = torch.Generator().manual_seed(0)
+    contributions = torch.randn(1, 16, 24, generator=generator)
+    start = torch.randn(16, 24, generator=generator).bfloat16()
+    total, master = by_hand(contributions, start, torch.float32)
+    (found,) = ranks(1, bf16_step, contributions, start, None, stage)
+    assert torch.equal(found["reduced"][: total.numel()].view_as(total), total)
+    assert torch.equal(found["master"][: total.numel()].view_as(master), master)
+
+
 def decayed() -> dict[str, torch.Tensor]:
     """Parameters after a step with no gradient at all."""
     mesh = init_mesh(device="cpu")

@@ -110,6 +110,8 @@ def unit_gradients(schedule: str) -> tuple[float, list[float]]:
     microbatches = [Microbatch(torch.zeros(2, 4), torch.zeros(2, 4), (2, 4), torch.float64) for _ in range(4)]
     actions = SCHEDULES[schedule](2, 4).ranks[mesh.pp.rank]
     losses = [run(actions, stage, channels, microbatches).item() for _ in range(2)]
+    for channel in (channels.activations_out, channels.gradients_out):
+        assert channel is None or not channel._sent, "a step ends when all that it sent has left"
     mesh.close()
     assert module.w.grad is not None
     return module.w.grad.item(), losses
