@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -51,7 +52,11 @@ def run(layout: dict[str, int], options: list[str]) -> list[dict[str, float]]:
 def compare(
     layout: dict[str, int], lines: list[dict[str, float]], reference: list[dict[str, float]], bounds: tuple[float, float]
 ) -> report.Row:
-    """One row: speed and memory of a run, and its losses against the reference's."""
+    """One row: speed and memory of a run, and its losses against the reference's. Raises RuntimeError for a loss that is not finite."""
+    for line in lines:
+        if line["loss"] is None or not math.isfinite(line["loss"]):  # a log says null, and nan would be within any bounds
+            name = " x ".join(f"{axis} {size}" for axis, size in layout.items())
+            raise RuntimeError(f"{name}: the loss of step {line['step']} is not finite, so there is nothing to compare")
     steady = lines[len(lines) // 2 :]
     differences = [abs(line["loss"] - other["loss"]) for line, other in zip(lines, reference, strict=True)]
     return {

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import datetime
 import difflib
-import importlib
 import io
 import os
 import select
@@ -16,22 +15,23 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
-from torch.distributed import TCPStore
 
 from pymesh3d import __version__
+from pymesh3d.bench import philox
+from pymesh3d.bench import train as bench_train
 from pymesh3d.commands import check, draw, env, train
 from pymesh3d.commands.files import require_writable
 from pymesh3d.commands.spelling import as_typed, fields_of, option_of
 from pymesh3d.config import MODELS, RECOMPUTE, SCHEDULES, Layout, ModelConfig, TrainConfig
 from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.launch import is_child, launch, watch_parent
+from pymesh3d.rendezvous import agent_store, world_size
 
-BENCHMARKS = ("philox", "train")
+BENCHMARKS = {"philox": philox.main, "train": bench_train.main}
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64", "fp16": "float16"}
 RANKS_OF_A_CORE = 32  # at most: more than that is a slip of the pen
 NOT_YET = {  # option: what it can be, what it cannot be yet, and what to do instead
@@ -221,14 +221,6 @@ def _dtype(name: str) -> str:
     return SHORT_DTYPES.get(name.lower(), name.lower())
 
 
-def _world() -> int:
-    """The number of ranks that torchrun or `launch` started. Raises ConfigError."""
-    text = os.environ["WORLD_SIZE"]
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"WORLD_SIZE={text}", "the environment variable must be a whole number, 1 or more", "Start with torchrun")
-    return int(text)
-
-
 def _require_gpu(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda", "torch sees no GPU here", "Use --device cpu")
@@ -253,7 +245,7 @@ def job_of(args: argparse.Namespace) -> train.Job:
     given = vars(args)
     layout = Layout(**{**fields_of(Layout, given), "dp": (-1 if is_child() else 1) if args.dp is None else args.dp})
     if is_child():
-        layout = layout.resolve(_world())
+        layout = layout.resolve(world_size())
     elif layout.dp == -1:
         layout = layout.resolve(torch.cuda.device_count() if device == "cuda" else layout.tp * layout.pp)
     if not is_child():
@@ -286,8 +278,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if args.command == "draw":
         return draw.run(args.schedule, args.pp, args.microbatches, args.out, args.json)
     if args.command == "bench":
-        module: SimpleNamespace = importlib.import_module(f"pymesh3d.bench.{args.name}")  # type: ignore[assignment]
-        module.main(args.json)
+        BENCHMARKS[args.name](args.json)
         return 0
     if args.world < 1:
         raise ConfigError(f"--world {args.world}", "needs at least one rank", "Use --world 8")
@@ -327,14 +318,10 @@ def _say_once(text: str) -> None:
 
 def _another_said(text: str) -> bool:
     """Whether another rank said the same before, as the store of `launch` or of torchrun's agents knows, which outlives any rank."""
-    if not is_child() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return False
-    try:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=WAIT_FOR_THE_STORE)
-        return store.add(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT')} {text}", 1) > 1
-    except (RuntimeError, LookupError, ValueError):
-        return False  # rather twice than never
+    store = agent_store(WAIT_FOR_THE_STORE) if is_child() else None
+    with contextlib.suppress(RuntimeError):  # rather twice than never
+        return store is not None and store.add(text, 1) > 1
+    return False
 
 
 def main(argv: Sequence[str] | None = None) -> int:

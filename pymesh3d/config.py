@@ -161,15 +161,15 @@ class ModelConfig:
         except FileNotFoundError as error:
             raise ConfigError(f"model={name_or_file!r}", "neither a known name nor a file", f"Use one of {', '.join(MODELS)}") from error
         except (OSError, ValueError) as error:
-            raise ConfigError(f"model file {path}", f"not readable as JSON ({error})", f"It may hold {EXAMPLE}") from error
+            raise ConfigError(f"model file {str(path)!r}", f"not readable as JSON ({error})", f"It may hold {EXAMPLE}") from error
         known = {field.name for field in dataclasses.fields(ModelConfig)}
         if not isinstance(fields, dict) or not set(fields) <= known:
             extra = sorted(set(fields) - known) if isinstance(fields, dict) else fields
-            raise ConfigError(f"model file {path} with {extra}", "unknown fields", f"It may hold {EXAMPLE}")
+            raise ConfigError(f"model file {str(path)!r} with {extra!r}", "unknown fields", f"It may hold {EXAMPLE}")
         try:
             return ModelConfig(**fields)
         except ConfigError as error:
-            raise ConfigError(f"model file {path} with {error.given}", error.rule, error.instead) from error
+            raise ConfigError(f"model file {str(path)!r} with {error.given}", error.rule, error.instead) from error
 
 
 EXAMPLE = json.dumps({field.name: field.default for field in dataclasses.fields(ModelConfig)})

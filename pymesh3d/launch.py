@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch.distributed import TCPStore
 
+from pymesh3d.config import require_positive
 from pymesh3d.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
@@ -68,9 +69,9 @@ def launch(argv: Sequence[str], world: int, *, threads_per_rank: int | None = No
     """
     if not argv:
         raise ConfigError("argv=[]", "there is no program to run", 'Give a script, or ["-m", "module"], and its arguments')
-    for name, value in (("world", world), ("threads_per_rank", threads_per_rank)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value}", f"{name} must be at least 1", f"Try {name}=1")
+    require_positive("world", world)
+    if threads_per_rank is not None:
+        require_positive("threads_per_rank", threads_per_rank)
     store = loopback_store()  # lives here, so that it outlives any rank
     environ = _environment(world, store.port, threads_per_rank)
     stopped_by: list[int] = []

@@ -113,8 +113,8 @@ REFUSALS = {
     "train --warmup-steps -1": "--warmup-steps -1: it must be 0 or more. Use 0 ",
     "train --save-every -1 --save {tmp}/new": "--save-every -1: it must be 1 or more. Leave it out ",
     "train --save-every 5": "--save-every 5: there is no folder to save to. Add --save DIR",
-    "train --timeout 0": "--timeout 0: it must be above 0 s .* Use --timeout 300",
-    "train --timeout inf": "--timeout inf: it must be above 0 s .* Use --timeout 300",
+    "train --timeout 0": "--timeout 0.0: it must be above 0 s .* The default is --timeout 300",
+    "train --timeout inf": "--timeout inf: it must be above 0 s .* The default is --timeout 300",
     "train --tp -1": "--tp -1: only --dp can be left open. Give --tp a size of 1 or more",
     "train --save /proc/x": "--save /proc/x: cannot be written to (No such file or directory). Choose another folder",
     "train --seed -1": "--seed -1: a seed must be an integer from 0 to 2**64 - 1. Use --seed 0",
@@ -170,6 +170,30 @@ def test_what_cannot_run_is_refused_in_one_line(
     pattern = "pymesh3d: " + re.escape(REFUSALS[line]).replace(r"\{tmp\}", re.escape(str(tmp_path))).replace(r"\.\*", ".*")
     assert re.match(pattern, err), err
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("{", "not readable as JSON"), ('{"seq": 8}', "with ['seq']: unknown fields"), ('{"dim": 0}', 'with "dim": 0: dim must be')],
+)
+def test_a_name_that_looks_like_a_field_stays_as_it_is(
+    nothing_starts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], content: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("seq=8.json").write_text(content)
+    assert cli.main(["train", "--model", "seq=8.json"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("pymesh3d: model file 'seq=8.json'") and words in err
+
+
+def test_benchmarks_run_by_their_names(nothing_starts: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = {path.stem for path in (ROOT / "bench").glob("*.py")} - {"__init__", "report", "tables"}
+    assert {name: importlib.import_module(f"pymesh3d.bench.{name}").main for name in names} == cli.BENCHMARKS
+    ran: list[tuple[str, str]] = []
+    for name in cli.BENCHMARKS:
+        monkeypatch.setitem(cli.BENCHMARKS, name, lambda file, name=name: ran.append((name, file)))
+        assert cli.main(["bench", name, "--json", str(tmp_path / name)]) == 0
+    assert ran == [(name, str(tmp_path / name)) for name in cli.BENCHMARKS]
 
 
 @pytest.mark.parametrize(
@@ -266,13 +290,13 @@ def test_under_torchrun_what_cannot_run_or_meet_ends_with_a_word() -> None:
         assert silent == (2, "", "") and (status, out) == (2, ""), "one speaks for both"
         assert re.fullmatch(r"\[rank [01]\] pymesh3d: world size 6 with pp 1 x dp -1 x tp 4: the axes multiply to 4, which .*\n", err)
         status, out, err = ended(nonsense, 60)
-        assert (status, out) == (2, "") and err.startswith("[rank 0] pymesh3d: WORLD_SIZE=six: the environment variable must be")
+        assert (status, out) == (2, "") and err.startswith("[rank 0] pymesh3d: WORLD_SIZE='six': the environment variable must be")
         status, _, err = ended(lonely, 60)
         assert status == 1 and "rank 0 of 2 could not meet the others at 127.0.0.1:" in err and "within 2 s" in err
-        assert "if ranks are missing, look at their own output" in err and "Traceback" not in err
+        assert "ranks [1] have not come" in err and "Traceback" not in err
         status, _, err = ended(busy, 60)
         assert status == 1 and f"rank 0 of 2 could not meet the others at 127.0.0.1:{taken.getsockname()[1]}" in err
-        assert "If the port is in use, give another MASTER_PORT" in err and "Traceback" not in err
+        assert re.search("EADDRINUSE|address already in use", err) and "Traceback" not in err
 
 
 # Training: in processes of its own, to be disturbed.

@@ -203,7 +203,7 @@ def test_models_come_from_files(tmp_path: Path) -> None:
         assert ModelConfig.load(str(file)) == ModelConfig()
     file.write_text('{"dim": "big"}')
     with pytest.raises(
-        ConfigError, match=re.escape(f"model file {file} with dim='big': dim must be a positive integer. Try dim=1 or more")
+        ConfigError, match=re.escape(f"model file {str(file)!r} with dim='big': dim must be a positive integer. Try dim=1 or more")
     ):
         ModelConfig.load(str(file))
 

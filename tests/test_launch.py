@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -211,11 +212,18 @@ def test_is_child_knows_the_ranks_of_torchrun_too(monkeypatch):
 
 def test_watching_without_a_launcher_does_nothing():
     watch_parent()
+    assert "watch parent" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.parametrize(
     ("argv", "world", "threads", "text"),
-    [([], 1, None, "argv="), (["x"], 0, None, "world=0"), (["x"], 2, 0, "threads_per_rank=0")],
+    [
+        ([], 1, None, "argv="),
+        (["x"], 0, None, "world=0"),
+        (["x"], 2.5, None, "world=2.5"),
+        (["x"], 2, 0, "threads_per_rank=0"),
+        (["x"], 2, "4", "threads_per_rank='4'"),
+    ],
 )
 def test_refusals(argv, world, threads, text):
     with pytest.raises(ConfigError, match=text):

@@ -186,7 +186,7 @@ def test_missing_ranks_are_an_error_in_time(alone: pytest.MonkeyPatch) -> None:
         free = server.getsockname()[1]
     launched(alone, free, RANK="1")
     began = time.monotonic()
-    with pytest.raises(DistributedError, match=rf"rank 1 of 2 could not meet the others at {LOOPBACK}:{free} within 1 s: .*MASTER_PORT"):
+    with pytest.raises(DistributedError, match=rf"rank 1 of 2 could not meet .* at {LOOPBACK}:{free} within 1 s: .* timed out .* connect "):
         init_mesh(device="cpu", timeout_s=1.0)
     assert time.monotonic() - began < 20
 
@@ -195,7 +195,7 @@ def test_a_port_in_use_is_an_error(alone: pytest.MonkeyPatch) -> None:
     with socket.create_server((LOOPBACK, 0)) as server:
         port = server.getsockname()[1]
         launched(alone, port, RANK="0")
-        with pytest.raises(DistributedError, match=rf"rank 0 of 2 could not meet .*{port}.*port is in use, give another MASTER_PORT"):
+        with pytest.raises(DistributedError, match=rf"rank 0 of 2 could not meet .*:{port} .*(EADDRINUSE|address already in use)"):
             init_mesh(device="cpu", timeout_s=1.0)
 
 

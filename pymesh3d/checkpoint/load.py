@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from pymesh3d.checkpoint.manifest import digest, file_of, folder_of, newest, read
+from pymesh3d.checkpoint.manifest import REMEDY, digest, file_of, folder_of, require_same
 from pymesh3d.checkpoint.together import together
 from pymesh3d.errors import CheckpointError
 from pymesh3d.mesh import Mesh
@@ -32,12 +32,13 @@ def load(
         found.update(tensors)
         return str(step)
 
+    given = f"checkpoint in {str(directory)!r}"
     steps, failures = together(read_mine, mesh, "loading a checkpoint")
     if failures:
-        raise CheckpointError(f"checkpoint in {directory}", f"{len(failures)} of {len(steps)} ranks cannot resume from it", failures[0])
+        raise CheckpointError(given, f"{len(failures)} of {len(steps)} ranks cannot resume from it", failures[0])
     if len(set(steps)) > 1:
         raise CheckpointError(
-            f"checkpoint in {directory}",
+            given,
             f"ranks see different newest steps {sorted(set(map(int, steps)))}",
             "Use a directory that all hosts share",
         )
@@ -47,27 +48,15 @@ def load(
 def _read(
     directory: Path, expected: Mapping[str, torch.Tensor], about: Mapping[str, Any], rank: int
 ) -> tuple[int, dict[str, torch.Tensor]]:
-    step = newest(directory)
-    if step is None:
-        raise CheckpointError(f"{directory}", "holds no complete checkpoint", "Give the directory that --save wrote to")
-    folder = folder_of(directory, step)
+    step, manifest = require_same(directory, about)
+    file = file_of(folder_of(directory, step), rank)
     try:
-        manifest = read(folder)
-        saved = manifest["about"]
-        changed = [
-            f"{key} was {saved.get(key)!r}, is {about.get(key)!r}" for key in sorted({*saved, *about}) if saved.get(key) != about.get(key)
-        ]
-        if changed:
-            raise CheckpointError(f"{folder}", f"written by another run: {'; '.join(changed)}", "Resume with what it was written with")
-        tensors = load_file(file_of(folder, rank))
+        with file.open("rb"):  # fails as load_file does, but with the name in quotes, which keep a path from being taken for words
+            tensors = load_file(file)
         fingerprint = manifest["sha256"][rank]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{folder}", f"cannot be read ({error})", "Remove that folder to resume from the one before") from error
+    except (OSError, ValueError, LookupError, SafetensorError) as error:
+        raise CheckpointError(f"{str(file.parent)!r}", f"cannot be read ({error})", REMEDY) from error
     same = all(name in tensors and (tensors[name].shape, tensors[name].dtype) == (t.shape, t.dtype) for name, t in expected.items())
     if not same or digest(tensors) != fingerprint:
-        raise CheckpointError(
-            f"{file_of(folder, rank)}", "its content is not what was saved", "Remove that folder to resume from the one before"
-        )
+        raise CheckpointError(f"{str(file)!r}", "its content is not what was saved", REMEDY)
     return step, tensors

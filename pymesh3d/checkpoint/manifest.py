@@ -11,8 +11,12 @@ from typing import Any
 
 import torch
 
+from pymesh3d.config import AXES
+from pymesh3d.errors import CheckpointError
+
 MANIFEST = "manifest.json"
 FORMAT = 1
+REMEDY = "Remove that folder to resume from the one before"
 
 
 def folder_of(directory: Path, step: int) -> Path:
@@ -33,10 +37,37 @@ def newest(directory: Path) -> int | None:
 
 def read(folder: Path) -> dict[str, Any]:
     """The manifest of a folder. Raises OSError or ValueError when it cannot be read."""
-    manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
-    if manifest["format"] != FORMAT:
-        raise ValueError(f"format {manifest['format']}, this version reads {FORMAT}")
+    content: Any = json.loads((folder / MANIFEST).read_text())
+    manifest: dict[str, Any] = content if isinstance(content, dict) else {}
+    if manifest.get("format") != FORMAT:
+        raise ValueError(f"format {manifest.get('format')}, this version reads {FORMAT}")
+    missing = [name for name, kind in (("about", dict), ("sha256", list)) if not isinstance(manifest.get(name), kind)]
+    if missing:
+        raise ValueError(f"its {MANIFEST} lacks {' and '.join(missing)}")
     return manifest
+
+
+def require_same(directory: Path, about: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    """The step of the newest checkpoint and its manifest, which must be `about` the same run. Raises CheckpointError."""
+    given = f"resume={str(directory)!r}"
+    step = newest(directory)
+    if step is None:
+        rule = "holds no complete checkpoint" if directory.is_dir() else "there is no such folder"
+        raise CheckpointError(given, rule, "Give the directory that --save wrote to")
+    folder = folder_of(directory, step)
+    try:
+        manifest = read(folder)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(given, f"{str(folder)!r} cannot be read ({error})", REMEDY) from error
+    saved = manifest["about"]
+    changed = [name for name in sorted({*saved, *about}) if saved.get(name) != about.get(name)]
+    before, now = (", ".join(f"{name}={values.get(name)!r}" for name in changed) for values in (saved, about))
+    if any(name in AXES for name in changed):
+        rule = f"it was written with {before}, and to resume on another layout is not available yet"
+        raise CheckpointError(f"{given} with {now}", rule, f"Use {before}")
+    if changed:
+        raise CheckpointError(f"{given} with {now}", f"it was written by another run, with {before}", f"Use {before}")
+    return step, manifest
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -40,7 +40,7 @@ def _all_or_none(mesh: Mesh, temporary: Path, action: Callable[[], str]) -> list
         if mesh.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
-            f"checkpoint {temporary.with_suffix('')}",
+            f"checkpoint {str(temporary.with_suffix(''))!r}",
             f"not saved ({'; '.join(failures[:4])})",
             "Make room, or save to another directory; older checkpoints are as they were",
         )
@@ -49,7 +49,7 @@ def _all_or_none(mesh: Mesh, temporary: Path, action: Callable[[], str]) -> list
 
 def _prepare(temporary: Path, final: Path) -> str:
     if final.exists():
-        raise CheckpointError(f"{final}", "exists already", "Choose another directory")
+        raise CheckpointError(f"{str(final)!r}", "exists already", "Choose another directory")
     shutil.rmtree(temporary, ignore_errors=True)  # what a killed save left behind
     temporary.mkdir(parents=True)
     return ""
@@ -65,7 +65,7 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
 
 def _finish(temporary: Path, final: Path, step: int, digests: list[str], about: Mapping[str, Any]) -> str:
     manifest = {"format": FORMAT, "step": step, "about": about, "sha256": digests}
-    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1, allow_nan=False))
     _sync(temporary / MANIFEST)
     _sync(temporary)
     temporary.rename(final)

@@ -42,27 +42,18 @@ class Reference:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Found:
-    """What one rank sees of a row: losses, and of its stage the number of gradients, the differences, the first name beyond the bound."""
-
-    losses: list[float]
-    initial_equal: bool
-    tensors: int
-    gradients: float
-    parameters: float
-    first: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How one row differs from the reference; `first` names the first tensor beyond the bound. `complete`: the stages hold every tensor."""
+    """How one row, or what one rank holds of it, differs from the reference; `first` names the first tensor beyond the bound.
+
+    What only all ranks together know: whether the stages hold every tensor (`complete`), and whether all have the same losses.
+    """
 
     row: Row
     seconds: float
     loss: float
-    losses_equal: bool
+    losses_equal: bool = True
     initial_equal: bool
-    complete: bool
+    complete: bool = True
     loss_difference: float
     gradients: float
     parameters: float
@@ -133,7 +124,8 @@ def compare(row: Row, reference: Reference, dtype: str, device: str) -> Outcome:
     mesh = init_mesh(tp=row.tp, pp=row.pp, dp=row.dp, device=device)
     try:
         engine = parallelize(Llama(row.model, device="meta"), mesh, train)
-        initial_equal = all(torch.equal(value, reference.initial[name].to(value.dtype)) for name, value in engine.whole_parameters())
+        initial = dict(engine.whole_parameters())  # to the end, whatever is found: all ranks take part in each of them
+        initial_equal = all(torch.equal(value, reference.initial[name].to(value.dtype)) for name, value in initial.items())
         losses, found = [], {}
         for step in range(STEPS):
             batch = tuple(part.chunk(mesh.dp.size)[mesh.dp.rank] for part in sample(row.model, train, step))
@@ -144,15 +136,19 @@ def compare(row: Row, reference: Reference, dtype: str, device: str) -> Outcome:
             losses.append(loss)
         gradients, wrong_gradient = worst(found, reference.gradients, BOUNDS[dtype]["gradients"])
         parameters, wrong_parameter = worst(dict(engine.whole_parameters()), reference.parameters, BOUNDS[dtype]["parameters"])
-        mine = Found(
-            losses=losses,
+        expected = torch.tensor(reference.losses, dtype=torch.float64)
+        mine = Outcome(
+            row=row,
+            seconds=time.monotonic() - began,
+            loss=losses[-1],
             initial_equal=initial_equal,
-            tensors=len(found) if mesh.tp.rank == mesh.dp.rank == 0 else 0,  # one rank speaks for a stage
+            loss_difference=difference(torch.tensor(losses, dtype=torch.float64), expected, float(expected.max())),
             gradients=gradients,
             parameters=parameters,
             first=f"gradient of {wrong_gradient}" if wrong_gradient else wrong_parameter,
         )
-        return agree(mesh, row, time.monotonic() - began, mine, reference)
+        tensors = len(found) if mesh.tp.rank == mesh.dp.rank == 0 else 0  # one rank speaks for a stage
+        return agree(mesh, mine, losses, tensors, len(reference.gradients))
     finally:
         mesh.close()
 
@@ -164,25 +160,20 @@ def worst(values: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], b
     return max(differences.values(), default=0.0), next((name for name, value in differences.items() if value > bound), "")
 
 
-def agree(mesh: Mesh, row: Row, seconds: float, mine: Found, reference: Reference) -> Outcome:
-    """Collect what each rank found."""
-    numbers = [mine.gradients, mine.parameters, float(not mine.initial_equal), float(mine.tensors), *mine.losses]
+def agree(mesh: Mesh, mine: Outcome, losses: list[float], tensors: int, expected: int) -> Outcome:
+    """The outcome of all ranks together, from each rank's own, its losses and the number of gradients that it speaks for."""
+    numbers = [mine.loss_difference, mine.gradients, mine.parameters, float(not mine.initial_equal), float(tensors), *losses]
     rows = gather_rows(torch.tensor(numbers, dtype=torch.float64, device=mesh.device), mesh.all).cpu()
-    gradients, parameters, unequal = rows[:, :3].amax(0).tolist()
-    losses = rows[:, 4:]
-    expected = torch.tensor(reference.losses, dtype=torch.float64)
-    names = [name for name in exchange_text(mine.first, mesh.device) if name]
-    return Outcome(
-        row=row,
-        seconds=seconds,
-        loss=mine.losses[-1],
-        losses_equal=bool((losses == losses[0]).all()),
+    loss_difference, gradients, parameters, unequal = rows[:, :4].amax(0).tolist()
+    return dataclasses.replace(
+        mine,
+        losses_equal=bool((rows[:, 5:] == rows[0, 5:]).all()),
         initial_equal=not unequal,
-        complete=int(rows[:, 3].sum()) == len(reference.gradients),
-        loss_difference=max(difference(loss, expected, float(expected.max())) for loss in losses),
+        complete=int(rows[:, 4].sum()) == expected,
+        loss_difference=loss_difference,
         gradients=gradients,
         parameters=parameters,
-        first=names[0] if names else "",
+        first=next(filter(None, exchange_text(mine.first, mesh.device)), ""),
     )
 
 

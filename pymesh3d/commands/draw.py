@@ -9,7 +9,7 @@ from rich.console import Console
 from pymesh3d.commands.files import require_picture, write_json, writing
 from pymesh3d.errors import ConfigError
 from pymesh3d.schedule import Timeline, build, simulate
-from pymesh3d.schedule.draw import caption, legend, to_png, to_text
+from pymesh3d.schedule.draw import caption, legend, save_picture, to_text
 
 MOST_STAGES, MOST_BOXES = 256, 20_000  # beyond, nobody can see anything, and a picture has no room
 ACTIONS = "F0, B0: forward and backward of microbatch 0; SF0, RF0: its activations are sent, received; SB0, RB0: its gradients"
@@ -34,7 +34,7 @@ def run(schedule: str, pp: int, microbatches: int, out: str | None = None, json_
     console.print(f"Microbatches in flight at most, by stage: {' '.join(map(str, timeline.in_flight))}", markup=False)
     if out:
         with writing("--out", out):
-            to_png(timeline, out)
+            save_picture(timeline, out)
         console.print(f"Picture: {out}", markup=False)
     write_json(json_file, _numbers(timeline))
     return 0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,4 +86,17 @@ def write(option: str, file: str | None, text: str, *, more: bool = False) -> No
 
 def write_json(file: str | None, content: Any) -> None:
     """Write what `--json FILE` asks for, if it is given. Raises OSError."""
-    write("--json", file, json.dumps(content, indent=1) + "\n")
+    write("--json", file, as_json(content, indent=1) + "\n")
+
+
+def as_json(content: Any, indent: int | None = None) -> str:
+    """As JSON, which has no word for numbers that are not finite: they become null."""
+    return json.dumps(_finite(content), indent=indent, allow_nan=False)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, Mapping):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content

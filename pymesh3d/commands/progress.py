@@ -131,17 +131,15 @@ def _clock(seconds: float) -> str:
 
 def draw_loss(losses: Sequence[float], first: int, path: str, title: str) -> None:
     """The loss curve as a picture: each step pale, the mean of about a fortieth of the run strong."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     pale, strong = "#9dbcd4", "#1f5a85"
     window = max(1, len(losses) // 40)
     smooth = [sum(losses[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(losses))]
     steps = range(first, first + len(losses))
-    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=150, layout="constrained")
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    axes = figure.subplots()
     if window > 1:
         axes.plot(steps, losses, color=pale, linewidth=0.8, label="each step")
     axes.plot(steps, smooth, color=strong, linewidth=2, label=f"mean of {window} steps")
@@ -157,4 +155,3 @@ def draw_loss(losses: Sequence[float], first: int, path: str, title: str) -> Non
     if window > 1:
         axes.legend(frameon=False)
     figure.savefig(path)
-    plt.close(figure)

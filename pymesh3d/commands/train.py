@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-import os
 import resource
 import sys
 import time
@@ -16,13 +13,13 @@ from typing import Any
 import torch
 
 from pymesh3d.checkpoint.load import load
-from pymesh3d.checkpoint.manifest import folder_of, newest, read
+from pymesh3d.checkpoint.manifest import folder_of, newest, require_same
 from pymesh3d.checkpoint.save import save
 from pymesh3d.comm.collectives import gather_rows
-from pymesh3d.commands.files import require_folder, require_picture, require_writable, write, writing
+from pymesh3d.commands.files import as_json, require_folder, require_picture, require_writable, write, writing
 from pymesh3d.commands.progress import Progress, draw_loss
-from pymesh3d.config import AXES, Layout, ModelConfig, TrainConfig, validate
-from pymesh3d.data import Batches, load_corpus
+from pymesh3d.config import Layout, ModelConfig, TrainConfig, require_timeout, validate
+from pymesh3d.data import Batches, Corpus, load_corpus
 from pymesh3d.engine import Engine, StepResult, parallelize
 from pymesh3d.errors import CheckpointError, ConfigError
 from pymesh3d.mesh import Mesh, init_mesh
@@ -55,18 +52,18 @@ class Job:
             raise ConfigError(f"--save-every {self.save_every}", "it must be 1 or more", "Leave it out to save at the end only")
         if self.save_every is not None and self.save is None:
             raise ConfigError(f"--save-every {self.save_every}", "there is no folder to save to", "Add --save DIR")
-        if not 0 < self.timeout <= 86_400:
-            raise ConfigError(f"--timeout {self.timeout:g}", "it must be above 0 s and at most a day, 86400 s", "Use --timeout 300")
+        require_timeout("timeout", self.timeout)
 
     def learning_rate(self, taken: int) -> float:
         """Of the step after `taken` steps: it rises over the first `warmup_steps`, then stays."""
         return self.train.lr * (min(1.0, (taken + 1) / self.warmup_steps) if self.warmup_steps else 1.0)
 
-    def about(self) -> dict[str, Any]:
-        """What must be the same for a checkpoint to be resumed."""
+    def about(self, corpus: Corpus) -> dict[str, Any]:
+        """What must be the same for a checkpoint to be resumed, the data among it."""
         free = ("steps", "lr", "weight_decay", "betas", "eps", "max_norm", "compile", "recompute", "schedule", "micro_batch")
         train = {key: value for key, value in dataclasses.asdict(self.train).items() if key not in free}
-        return {**dataclasses.asdict(self.model), **dataclasses.asdict(self.layout), **train}
+        data = f"{corpus.description} ({corpus.tokens.size} tokens)"
+        return {**dataclasses.asdict(self.model), **dataclasses.asdict(self.layout), **train, "corpus": data}
 
 
 def prepare(job: Job) -> Batches:
@@ -74,9 +71,9 @@ def prepare(job: Job) -> Batches:
     validate(job.model, job.layout, job.train)
     require_picture("--out", job.out)
     require_writable("--log-json", job.log_json)
-    if job.resume:
-        _require_same_run(job, job.resume)
     corpus = load_corpus(job.data, job.model.vocab, job.train.seq)
+    if job.resume:
+        require_same(Path(job.resume), job.about(corpus))
     batches = Batches(corpus, job.train.seq, job.train.global_batch, job.train.seed)
     if job.save:
         require_folder("--save", job.save)  # late, because it makes the folder
@@ -88,41 +85,18 @@ def prepare(job: Job) -> Batches:
     return batches
 
 
-def _require_same_run(job: Job, directory: str) -> None:
-    """Refuse to go on from a checkpoint that another model, layout or training wrote. Raises CheckpointError."""
-    step = newest(Path(directory)) if os.path.isdir(directory) else None
-    if step is None:
-        rule = "holds no complete checkpoint" if os.path.isdir(directory) else "there is no such folder"
-        raise CheckpointError(f"--resume {directory}", rule, "Give the directory that --save wrote to")
-    folder = folder_of(Path(directory), step)
-    try:
-        saved = dict(read(folder)["about"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(
-            f"--resume {directory}", f"{folder} cannot be read ({error})", "Remove that folder to resume from the one before"
-        ) from error
-    about = job.about()
-    changed = [name for name in sorted({*saved, *about}) if saved.get(name) != about.get(name)]
-    before, now = (", ".join(f"{name}={values.get(name)!r}" for name in changed) for values in (saved, about))
-    if any(name in AXES for name in changed):
-        rule = f"it was written with {before}, and to resume on another layout is not available yet"
-        raise CheckpointError(f"resume={directory!r} with {now}", rule, f"Use {before}")
-    if changed:
-        raise CheckpointError(f"resume={directory!r} with {now}", f"it was written by another run, with {before}", f"Use {before}")
-
-
 def run(job: Job) -> int:
     """Train on the ranks that are here. Raises ConfigError, DistributedError, and OSError where a file could not be written."""
     batches = prepare(job)
-    sizes = {axis: getattr(job.layout, axis) for axis in ("tp", "pp", "dp", "cp")}
-    mesh = init_mesh(**sizes, device=job.device, timeout_s=job.timeout)
+    mesh = init_mesh(**dataclasses.asdict(job.layout), device=job.device, timeout_s=job.timeout)
     progress = Progress(quiet=mesh.rank != 0)
     progress.header(mesh, job.model, job.train, batches.corpus.description)
     engine = parallelize(Llama(job.model, device="meta"), mesh, job.train)
     progress.stages(engine)
+    about = job.about(batches.corpus)
     first = 0
     if job.resume:
-        first = resume(job, engine)
+        first = resume(job.resume, engine, about)
         progress.say(f"resumed from {folder_of(Path(job.resume), first)}")
     if first >= job.train.steps:
         progress.say(f"the checkpoint has taken {first} steps of {job.train.steps}: nothing is left to do. Give more with --steps")
@@ -145,9 +119,9 @@ def run(job: Job) -> int:
             progress.step(line)
             losses.append(result.loss)
             tokens_seen += result.tokens
-            write("--log-json", log, json_of(line) + "\n", more=True)
+            write("--log-json", log, as_json(line) + "\n", more=True)
             if job.save and (step + 1 == job.train.steps or (job.save_every and (step + 1) % job.save_every == 0)):
-                saved = keep(job.save, step + 1, engine, job)
+                saved = keep(job.save, step + 1, engine, about)
                 progress.say(f"saved {saved}")
     progress.curve(losses)
     if out:
@@ -158,18 +132,17 @@ def run(job: Job) -> int:
     return 0
 
 
-def resume(job: Job, engine: Engine) -> int:
+def resume(directory: str, engine: Engine, about: Mapping[str, Any]) -> int:
     """Continue from the newest checkpoint of the directory; the number of steps it had taken."""
-    assert job.resume is not None, "resume needs a directory"
-    step, tensors = load(Path(job.resume), engine.state(), job.about(), engine.mesh)
+    step, tensors = load(Path(directory), engine.state(), about, engine.mesh)
     engine.load_state(tensors)
     return step
 
 
-def keep(directory: str, step: int, engine: Engine, job: Job) -> Path:
+def keep(directory: str, step: int, engine: Engine, about: Mapping[str, Any]) -> Path:
     """Write a checkpoint; its folder. Raises OSError when it could not be written: a failure of the run, no longer a refusal."""
     try:
-        return save(Path(directory), step, engine.state(), job.about(), engine.mesh)
+        return save(Path(directory), step, engine.state(), about, engine.mesh)
     except CheckpointError as error:
         raise OSError(str(error)) from error
 
@@ -192,11 +165,6 @@ def measure(step: int, result: StepResult, seconds: float, job: Job, mesh: Mesh,
         "memory_gib": float(gather_rows(memory, mesh.all).max()),
         "time_s": seconds,
     }
-
-
-def json_of(line: Mapping[str, float | int | None]) -> str:
-    """As JSON, which has no word for numbers that are not finite: they become null."""
-    return json.dumps({key: value if value is None or math.isfinite(value) else None for key, value in line.items()})
 
 
 def _memory_gib(device: torch.device) -> float:

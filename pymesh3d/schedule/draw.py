@@ -6,7 +6,6 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pymesh3d.errors import ConfigError
 from pymesh3d.schedule.simulate import Span, Timeline
 
 if TYPE_CHECKING:
@@ -111,23 +110,18 @@ def _axis(makespan: float, scale: float, low: int, high: int) -> str:
     return line
 
 
-def to_png(timeline: Timeline, path: str | Path, title: str | None = None) -> None:
-    """Write a picture of the step to `path`; the suffix picks the format (.png, .svg, .pdf).
+def save_picture(timeline: Timeline, path: str | Path, title: str | None = None) -> None:
+    """Write a picture of the step to `path` with matplotlib, in the format that the suffix picks (.png, .svg, .pdf).
 
-    Raises ConfigError without matplotlib and for a format it does not write, OSError where the file cannot be written.
+    Raises OSError where the file cannot be written, and what matplotlib raises for a format that it does not know.
     """
-    figure = _figure(timeline, title)
-    if Path(path).suffix.lstrip(".").lower() not in figure.canvas.get_supported_filetypes():
-        raise ConfigError(f"picture {path}", "the suffix of its name picks the format", "Use one of .png, .svg, .pdf")
-    figure.savefig(path, dpi=160, facecolor="white")
+    _figure(timeline, title).savefig(path, dpi=160, facecolor="white")
 
 
 def _figure(timeline: Timeline, title: str | None) -> Figure:
     """One lane a rank, as wide as the shortest box needs."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("a picture", "matplotlib is not installed", "Run: pip install matplotlib") from error
+    from matplotlib.figure import Figure
+
     schedule = timeline.schedule
     lengths = [span.end - span.start for rank in range(schedule.pp) for span in timeline.compute(rank) if span.end > span.start]
     time = timeline.makespan or 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,16 @@ def test_a_row_is_of_the_steady_half_and_the_worst_step() -> None:
     assert not train.compare(layout, shifted, LINES, (0.5, 0.09))["within_bounds"]
     with pytest.raises(ValueError, match="longer"):
         train.compare(layout, LINES[:4], LINES, (1.0, 1.0))
+
+
+@pytest.mark.parametrize("loss", [None, math.nan, math.inf])
+@pytest.mark.parametrize("step", [1, 5])
+def test_a_loss_that_is_not_finite_is_a_failure(loss: float | None, step: int) -> None:
+    """Of any run, that of one process included."""
+    spoiled: list[dict[str, Any]] = [{**line, "loss": loss} if line["step"] == step else line for line in LINES]
+    for reference in (LINES, spoiled):
+        with pytest.raises(RuntimeError, match=rf"tp 2 x dp 1: the loss of step {step} is not finite"):
+            train.compare({"tp": 2, "dp": 1}, spoiled, reference, (math.inf, math.inf))  # type: ignore[arg-type]
 
 
 def test_one_run_is_the_main_job(monkeypatch: pytest.MonkeyPatch) -> None:

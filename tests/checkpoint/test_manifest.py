@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from pymesh3d.checkpoint.manifest import MANIFEST, digest, file_of, folder_of, newest, read
+from pymesh3d.checkpoint.manifest import MANIFEST, digest, file_of, folder_of, newest, read, require_same
+from pymesh3d.config import AXES
+from pymesh3d.errors import CheckpointError
 
 
 def test_names_sort_by_step_and_rank(tmp_path: Path) -> None:
@@ -31,8 +35,75 @@ def test_another_format_is_not_read(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text('{"format": 2}')
     with pytest.raises(ValueError, match="format 2, this version reads 1"):
         read(tmp_path)
-    (tmp_path / MANIFEST).write_text('{"format": 1, "step": 3}')
-    assert read(tmp_path) == {"format": 1, "step": 3}
+    whole = {"format": 1, "about": {}, "sha256": []}
+    (tmp_path / MANIFEST).write_text(json.dumps(whole))
+    assert read(tmp_path) == whole
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "format None, this version reads 1"),
+        ('{"format": 1}', "its manifest.json lacks about and sha256"),
+        ('{"format": 1, "about": [], "sha256": []}', "its manifest.json lacks about"),
+    ],
+)
+def test_what_is_no_manifest_is_not_read(tmp_path: Path, content: str, words: str) -> None:
+    (tmp_path / MANIFEST).write_text(content)
+    with pytest.raises(ValueError, match=words):
+        read(tmp_path)
+
+
+ABOUT: dict[str, Any] = {"dim": 16, "corpus": "9 bytes of a.txt", **dict.fromkeys(AXES, 1)}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A directory with checkpoints of steps 1 and 2; that of step 1 is of another run."""
+    for step, about in ((1, {}), (2, ABOUT)):
+        folder_of(tmp_path, step).mkdir()
+        (folder_of(tmp_path, step) / MANIFEST).write_text(json.dumps({"format": 1, "about": about, "sha256": ["x"]}))
+    return tmp_path
+
+
+def test_the_newest_of_the_same_run_is_found(saved: Path) -> None:
+    assert require_same(saved, dict(reversed(ABOUT.items()))) == (2, {"format": 1, "about": ABOUT, "sha256": ["x"]})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dim": 8}, "with dim=8: it was written by another run, with dim=16. Use dim=16"),
+        ({"corpus": "x"}, "with corpus='x': it was written by another run, with corpus='9 bytes of a.txt'. Use corpus='9 bytes of"),
+        ({"corpus": "x", "dim": 8}, "with corpus='x', dim=8: it was "),
+        ({"new": 1}, "with new=1: it was written by another run, with new=None. Use new=None"),
+        ({"dim": None}, "with dim=None: it was written by another run, with dim=16. Use dim=16"),
+        *(
+            ({axis: 2, "dim": 8}, f"{axis}=1, and to resume on another layout is not available yet. Use dim=16, {axis}=1")
+            for axis in ("dp", "pp", "tp")
+        ),
+        ({"cp": 2}, "with cp=2: it was written with cp=1, and to resume on another layout is not available yet. Use cp=1"),
+    ],
+)
+def test_another_run_is_refused_by_what_differs(saved: Path, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        require_same(saved, {**ABOUT, **change})
+    assert str(caught.value).startswith(f"resume={str(saved)!r} with ") and words in str(caught.value)
+
+
+def test_where_nothing_is_or_can_be_read_is_refused(saved: Path) -> None:
+    (saved / "empty").mkdir()
+    for name, rule in (("absent", "there is no such folder"), ("empty", "holds no complete checkpoint")):
+        with pytest.raises(CheckpointError) as caught:
+            require_same(saved / name, ABOUT)
+        assert str(caught.value) == f"resume={str(saved / name)!r}: {rule}. Give the directory that --save wrote to"
+    folder = folder_of(saved, 2)
+    (folder / MANIFEST).write_text("[]")
+    with pytest.raises(CheckpointError) as caught:
+        require_same(saved, ABOUT)
+    reason, remedy = "format None, this version reads 1", "Remove that folder to resume from the one before"
+    assert str(caught.value) == f"resume={str(saved)!r}: {str(folder)!r} cannot be read ({reason}). {remedy}"
 
 
 def test_a_fingerprint_covers_names_types_shapes_and_every_bit() -> None:

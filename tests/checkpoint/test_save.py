@@ -116,7 +116,7 @@ def test_what_fails_on_one_rank_fails_on_all(
     ranks(2, write, str(tmp_path), 1)
     first, second = ranks(2, failing, str(tmp_path), owner, name, rank, error)
     assert first == second
-    assert "step-00000002: not saved" in first and f"(rank {rank}: " in first and words in first and first.count("rank ") == 1
+    assert "step-00000002': not saved" in first and f"(rank {rank}: " in first and words in first and first.count("rank ") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     assert ranks(2, read, str(tmp_path)) == [1, 1]
 
@@ -131,7 +131,7 @@ def test_a_step_is_never_written_over(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, write, str(tmp_path), 1)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
     for text in ranks(2, refused, str(tmp_path), 1):
-        assert "step-00000001: exists already" in text and "(rank 0: " in text and "rank 1" not in text
+        assert "step-00000001': exists already" in text and "(rank 0: " in text and "rank 1" not in text
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before and len(before) == 3
 
 

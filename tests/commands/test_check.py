@@ -91,6 +91,18 @@ def nan_in_the_last(gradients: Any) -> Any:
     return spoiled
 
 
+def other_in_the_first(parameters: Any) -> Any:
+    """On rank 1 alone."""
+
+    def spoiled(self: Engine) -> Iterator[tuple[str, torch.Tensor]]:
+        rest = parameters(self)
+        name, first = next(rest)
+        yield name, first + 1 if self.mesh.rank == 1 else first
+        yield from rest
+
+    return spoiled
+
+
 def one_missing(gradients: Any) -> Any:
     return lambda self: iter(list(gradients(self))[1:])
 
@@ -104,6 +116,7 @@ BROKEN: dict[str, tuple[Row, Any, str, Callable[[Any], Any]]] = {
     "norms under sequence parallelism": (TP, plan, "Placement", without_norm_sums),
     "gradients over dp": (DP, Zero, "reduce", not_summed),
     "initial values": (PP, engine, "initialize_", other_seed),
+    "initial values on one rank": (TP, Engine, "whole_parameters", other_in_the_first),
     "loss": (PP, Engine, "_agree_on_loss", loss_by_rank),
     "NaN in one tensor": (PP, Engine, "whole_gradients", nan_in_the_last),
     "a tensor left out": (PP, Engine, "whole_gradients", one_missing),
@@ -122,7 +135,7 @@ def test_what_is_broken_is_found(ranks: Ranks, name: str) -> None:
     first, second = ranks(2, broken, name)
     assert not first.passed("float64")
     assert dataclasses.replace(first, seconds=0.0, loss=0.0) == dataclasses.replace(second, seconds=0.0, loss=0.0)
-    assert first.initial_equal == (name != "initial values")
+    assert first.initial_equal == ("initial values" not in name)
     assert first.losses_equal == (name != "loss")
     assert first.complete == (name != "a tensor left out")
     match name:
@@ -165,6 +178,9 @@ def test_the_command_says_what_differs(ranks: Ranks, tmp_path: Path) -> None:
     assert (bad, bad_too) == (1, 1)
     assert "1 of 2 layouts agree" in text and [line.split()[-1] for line in text.splitlines() if line].count("ok") == 1
     assert "DIFFERS: gradient of layers.0.attention_norm.weight" in text
+    (bad, _), _ = ranks(2, whole_command, "NaN in one tensor", str(file))
+    rows = json.loads(file.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert bad == 1 and [row["gradients"] for row in rows] == [None, None]
 
 
 def test_the_measure() -> None:

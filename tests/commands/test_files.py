@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
 import pytest
 
-from pymesh3d.commands.files import require_folder, require_picture, require_writable, write, write_json, writing
+from pymesh3d.commands.files import as_json, require_folder, require_picture, require_writable, write, write_json, writing
 from pymesh3d.errors import ConfigError
 
 
@@ -87,6 +88,14 @@ def test_writing_and_writing_more(tmp_path: Path) -> None:
     assert file.read_text(encoding="utf-8") == "new\nmöre\n"
     write_json(str(file), {"a": [1, 2.5, None]})
     assert json.loads(file.read_text()) == {"a": [1, 2.5, None]} and file.read_text().endswith("}\n")
+
+
+def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    rows = [{"loss": math.nan, "worst": (math.inf, 2.5, -math.inf), "step": 1, "ok": True, "name": "inf", "mfu": None}]
+    finite = [{"loss": None, "worst": [None, 2.5, None], "step": 1, "ok": True, "name": "inf", "mfu": None}]
+    assert as_json(rows[0]) == '{"loss": null, "worst": [null, 2.5, null], "step": 1, "ok": true, "name": "inf", "mfu": null}'
+    write_json(str(tmp_path / "rows"), rows)
+    assert (tmp_path / "rows").read_text() == json.dumps(finite, indent=1) + "\n"
 
 
 def test_a_file_that_fails_is_named(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import math
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,7 @@ def test_one_layer_a_stage(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("losses", [[3.0], [3.0, 2.0], [5.5 - 0.01 * n for n in range(300)], [math.nan, 2.0, math.inf, 1.0]])
 @pytest.mark.filterwarnings("error")
-def test_any_run_can_be_drawn(tmp_path: Path, losses: list[float]) -> None:
+def test_any_run_can_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # whose state is the whole process'
     draw_loss(losses, 7, str(tmp_path / "loss.png"), "pp 1 x dp 1 x tp 1, 4 layers, 3.2 M bytes of a long name " * 3)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

@@ -29,6 +29,7 @@ HINT = " (names in quotes are fields of the file that --model takes)"
         ("heads=4, dim='x'", "dim must be heads", "Try it", '"heads": 4, "dim": "x": dim must be heads. Try it'),
         ("data='my file, a.txt', seq=8", "it is empty (seq=8)", "No", "--data my file, a.txt, --seq 8: it is empty (--seq 8). No"),
         ('data="it\'s"', "gone", "No", "--data it's: gone. No"),
+        ("resume='lr=0.01' with corpus='9 bytes of seq=8.txt'", "no", "No", "--resume lr=0.01 with corpus='9 bytes of seq=8.txt': no. No"),
         ("pp=-1 and dp=-1", "at most one can be left open", "No", "--pp -1 and --dp -1: at most one can be left open. No"),
         # What only looks like a field stays: paths, quoted texts, names of nothing, values of other records, text that is typed already.
         ("a folder/max_norm=3 in /log_json/x", "rank's 'max_norm=1' is \"log_json\"", "betas=(0.9, 0.95), x=3",

@@ -108,8 +108,11 @@ def rates(one: Job, bad: int) -> list[float]:
     return seen
 
 
-def test_a_skipped_step_does_not_advance_the_learning_rate(ranks: Ranks, text: str) -> None:
-    assert ranks(1, rates, job(text), 2)[0] == pytest.approx([0.01 / 3, 0.02 / 3, 0.02 / 3, 0.01], rel=1e-15)
+def test_a_skipped_step_does_not_advance_the_learning_rate(ranks: Ranks, text: str, tmp_path: Path) -> None:
+    """And its norm is null in the log, because JSON has no NaN."""
+    log = tmp_path / "log"
+    assert ranks(1, rates, job(text, log_json=str(log)), 2)[0] == pytest.approx([0.01 / 3, 0.02 / 3, 0.02 / 3, 0.01], rel=1e-15)
+    assert [line["grad_norm"] is None for line in lines(log)] == [False, True, False, False]
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(dp=2)])
