@@ -59,13 +59,14 @@ def measure(device: str, elements: int) -> report.Row:
     }
 
 
-def main(json_file: str | None = None) -> None:
+def main(json_file: str | None = None) -> int:
     """Measures on the GPU where there is one, else on the CPU with small sizes; prints the table and writes `json_file`."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = [measure(device, elements) for elements in SIZES[device]]
     rich.print(report.table(rows, title="normal fill, float32"))
     if json_file is not None:
         report.write("philox", rows, Path(json_file))
+    return 0
 
 
 if __name__ == "__main__":

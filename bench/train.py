@@ -72,8 +72,8 @@ def compare(
     }
 
 
-def main(json_file: str | None = None, *, model: str = "tiny", steps: int = STEPS, options: tuple[str, ...] = ()) -> None:
-    """Run all layouts, print the table, and write it with every loss when `json_file` is given."""
+def main(json_file: str | None = None, *, model: str = "tiny", steps: int = STEPS, options: tuple[str, ...] = ()) -> int:
+    """Run all layouts, print the table, and write it with every loss to `json_file`. 1 if a row is outside its bounds, else 0."""
     on_gpu = torch.cuda.is_available()
     dtype = "bfloat16" if on_gpu else "float32"
     world = torch.cuda.device_count() if on_gpu else 4
@@ -90,6 +90,7 @@ def main(json_file: str | None = None, *, model: str = "tiny", steps: int = STEP
     rich.print(report.table(rows, f"{model}, {dtype}, {steps} steps; tp x pp x dp against one process"))
     if json_file:
         report.write("train", rows, Path(json_file), options=common, bounds=BOUNDS[dtype], losses=curves)
+    return 0 if all(row["within_bounds"] for row in rows) else 1
 
 
 if __name__ == "__main__":
@@ -99,4 +100,4 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("options", nargs="*", help="further options of `pymesh3d train`, after --")
     given = parser.parse_args()
-    main(given.json, model=given.model, steps=given.steps, options=tuple(given.options))
+    sys.exit(main(given.json, model=given.model, steps=given.steps, options=tuple(given.options)))

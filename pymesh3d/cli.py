@@ -278,8 +278,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if args.command == "draw":
         return draw.run(args.schedule, args.pp, args.microbatches, args.out, args.json)
     if args.command == "bench":
-        BENCHMARKS[args.name](args.json)
-        return 0
+        return BENCHMARKS[args.name](args.json)
     if args.world < 1:
         raise ConfigError(f"--world {args.world}", "needs at least one rank", "Use --world 8")
     _require_gpu(args.device)

@@ -72,17 +72,19 @@ def test_all_layouts_are_compared_with_one_process(tmp_path: Path, monkeypatch: 
 
     def run(layout: dict[str, int], options: list[str]) -> list[dict[str, float]]:
         asked.append((tuple(layout.values()), options))
-        return [{**line, "loss": line["loss"] + 1e-5 * (layout["tp"] - 1)} for line in LINES]  # type: ignore[dict-item]
+        return [{**line, "loss": line["loss"] + 5e-6 * (layout["tp"] - 1)} for line in LINES]  # type: ignore[dict-item]
 
     monkeypatch.setattr(train, "run", run)
     monkeypatch.setattr(train.torch.cuda, "is_available", lambda: False)
-    train.main(str(tmp_path / "train.json"), steps=5, options=("--seed=1",))
+    assert train.main(str(tmp_path / "train.json"), steps=5, options=("--seed=1",)) == 0
     options = ["--model=tiny", "--steps=5", "--dtype=float32", "--device=cpu", "--seed=1"]
     assert asked == [(tuple(layout.values()), options) for layout in train.layouts(4)]
     record = json.loads((tmp_path / "train.json").read_text())
     assert (record["options"], record["bounds"]) == (options, list(train.BOUNDS["float32"]))
     assert [row["largest_difference"] for row in record["rows"]] == pytest.approx(
-        [1e-5 * (layout["tp"] - 1) for layout in train.layouts(4)]
+        [5e-6 * (layout["tp"] - 1) for layout in train.layouts(4)]
     )
-    assert record["losses"]["4x1x1"] == pytest.approx([line["loss"] + 3e-5 for line in LINES]) and len(record["losses"]) == 10
+    assert record["losses"]["4x1x1"] == pytest.approx([line["loss"] + 1.5e-5 for line in LINES]) and len(record["losses"]) == 10
     assert "float32, 5 steps; tp x pp x dp against one process" in capsys.readouterr().out
+    monkeypatch.setitem(train.BOUNDS, "float32", (1e-4, 1e-6))
+    assert train.main(steps=5) == 1
