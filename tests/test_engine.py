@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -37,7 +38,7 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any], dict[str, int]]] = [
     (TIED, {"zero_stage": 1}, {"tp": 2, "dp": 2}),
     (TIED, {"zero_stage": 0, "recompute": "full", "sequence_parallel": True}, {"tp": 4}),  # fewer KV heads than ranks
     (SMALL, {"zero_stage": 1, "recompute": "full"}, {"pp": 2, "dp": 2}),
-    (SMALL, {"zero_stage": 1, "max_norm": None}, {"dp": 4}),
+    (SMALL, {"zero_stage": 1, "max_norm": None, "eps": 1e-4, "weight_decay": 0.5}, {"dp": 4}),
 ]
 
 
@@ -63,6 +64,67 @@ def test_every_layout_computes_what_one_process_does(ranks: Ranks) -> None:
         initial = plain(model, train, []).parameters
         for rank in found:
             assert all(torch.equal(value, initial[name]) for name, value in rank[number][0].parameters.items())
+
+
+def chosen(changes: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
+    """What a step on one-sample microbatches shows of choices that change no number."""
+    compiled: list[torch.nn.Module] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.Module, "compile", lambda layer: compiled.append(layer))
+        engine = engine_on(train=dataclasses.replace(FLOAT64, micro_batch=1, **changes), **sizes)
+    forwards: list[object] = []
+    next(iter(engine.model.layers.values())).register_forward_pre_hook(lambda *_: forwards.append(1))
+    in_flight, backward = [], engine.stage.backward
+
+    def counted(*arguments: Any) -> torch.Tensor | None:
+        in_flight.append(len(engine.stage._in_flight))
+        return backward(*arguments)
+
+    engine.stage.backward = counted  # type: ignore[method-assign]
+    engine.train_step(share(BATCHES[0], engine))
+    parts = sum(b.weights.numel() for b in engine.zero.buckets) / sum(m.numel() for m in engine.zero.masters)
+    engine.mesh.close()
+    return {
+        "in flight": max(in_flight),
+        "forwards": len(forwards) / len(in_flight),
+        "compiled": len(compiled),
+        "parts": parts,
+        "sent": engine.zero.reduce_dtype,
+        "rows": placement_of(engine.model.embed.weight).local_shape()[0] if engine.model.embed else None,
+    }
+
+
+def test_choices_that_change_no_number_are_heeded(ranks: Ranks) -> None:
+    """Microbatches in flight, runs of a layer, compiled layers, ranks among which masters are cut, what is sent, rows of the embedding."""
+    plainly = {"zero_stage": 0, "schedule": "gpipe", "vocab_multiple": 4}
+    for found in ranks(2, chosen, plainly, {"dp": 2}):
+        assert found == {"in flight": 4, "forwards": 1, "compiled": 0, "parts": 1, "sent": None, "rows": 20}
+    thriftily = {"zero_stage": 1, "recompute": "full", "compile": True, "reduce_dtype": "float32"}
+    for found in ranks(2, chosen, thriftily, {"dp": 2}):
+        assert found == {"in flight": 1, "forwards": 2, "compiled": 4, "parts": 2, "sent": torch.float32, "rows": 19}
+    assert [found["in flight"] for found in ranks(2, chosen, {"schedule": "1f1b"}, {"pp": 2})] == [2, 1]
+    assert [found["in flight"] for found in ranks(2, chosen, {"schedule": "gpipe"}, {"pp": 2})] == [8, 8]
+
+
+def descended() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Parameters after a step of an optimizer of one's own, and what they should be: gradients, clipped to 0.5, taken off twice."""
+    mesh = init_mesh(device="cpu")
+    train = dataclasses.replace(FLOAT64, max_norm=0.5, weight_decay=0.0)
+    engine = parallelize(Llama(SMALL, device="meta"), mesh, train, optimizer=functools.partial(torch.optim.SGD, lr=2.0))
+    before = {name: value.clone() for name, value in engine.whole_parameters()}
+    engine.forward_backward(share(BATCHES[0], engine))
+    gradients = dict(engine.whole_gradients())
+    norm, _ = engine.optimizer_step()
+    assert norm > 0.5, "so that clipping has something to do"
+    after = dict(engine.whole_parameters())
+    mesh.close()
+    return list(after.values()), [before[name] - 2.0 * gradients[name] * (0.5 / (norm + 1e-6)) for name in after]
+
+
+def test_an_optimizer_of_ones_own_takes_the_step(ranks: Ranks) -> None:
+    for after, expected in ranks(2, descended):
+        for value, wanted in zip(after, expected, strict=True):
+            assert torch.allclose(value, wanted, rtol=1e-13, atol=1e-15)
 
 
 class GivenLosses(torch.nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from pymesh3d.models.llama import Llama
 from pymesh3d.pp.stage import Stage, keep_layers
@@ -56,6 +57,16 @@ def test_two_stages_back_propagate_like_one() -> None:
     assert losses == [1.0, 4.0]
     assert b.w.grad is not None and b.w.grad.item() == 2 * 1 * 2 + 2 * 2 * 4
     assert a.w.grad is not None and a.w.grad.item() == 2 * 1 * 3 + 2 * 2 * 6
+
+
+def test_what_has_been_sent_takes_no_memory() -> None:
+    stage = Stage(Scale(2.0), first=True, last=False, loss=squares)
+    output = stage.forward(0, torch.ones(1), torch.ones(1), None, train=True)
+    memory = StorageWeakRef(output.untyped_storage())
+    del output
+    assert memory.expired()
+    stage.backward(0, torch.ones(1))
+    assert stage.module.w.grad.item() == 1.0
 
 
 def test_without_training_nothing_is_kept() -> None:
