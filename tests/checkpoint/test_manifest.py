@@ -92,6 +92,11 @@ def test_another_run_is_refused_by_what_differs(saved: Path, change: dict[str, A
     assert str(caught.value).startswith(f"resume={str(saved)!r} with ") and words in str(caught.value)
 
 
+def test_what_only_the_checkpoint_names_must_be_the_same_too(saved: Path) -> None:
+    with pytest.raises(CheckpointError, match="with dim=None: it was written by another run, with dim=16"):
+        require_same(saved, {name: value for name, value in ABOUT.items() if name != "dim"})
+
+
 def test_where_nothing_is_or_can_be_read_is_refused(saved: Path) -> None:
     (saved / "empty").mkdir()
     for name, rule in (("absent", "there is no such folder"), ("empty", "holds no complete checkpoint")):
