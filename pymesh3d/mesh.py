@@ -82,7 +82,7 @@ class Mesh:
         self._timeout = timeout
         self._owns_process_group = owns_process_group
         self._subgroups: dict[tuple[str, int], Axis] = {}
-        self._groups: list[dist.ProcessGroup] = []
+        self._lines: list[Axis] = []
         self.all = _everyone()
         # Our own groups under the DeviceMesh: those that it makes itself wait 30 minutes, whatever the limit of the process group.
         axes = [self.new_lines(name, self.along(name).tolist())[0] for name in AXES]
@@ -127,8 +127,8 @@ class Mesh:
             with named(f"connecting the {name} groups", self.all):
                 group = dist.new_group(list(ranks), timeout=self._timeout)
             if self.rank in ranks:
-                self._groups.append(group)
                 mine.append(Axis(name, list(ranks).index(self.rank), tuple(ranks), group))
+        self._lines += mine
         return mine
 
     def links(self) -> dict[str, str]:
@@ -145,9 +145,13 @@ class Mesh:
         if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
         elif dist.is_initialized():
-            for group in self._groups:
-                dist.destroy_process_group(group)
-        self._groups.clear()
+            for axis in self._lines:
+                dist.destroy_process_group(axis.group)
+        # The last reference to a group ends its threads, which must not outlive the interpreter: they may still hold Python objects.
+        for axis in (self.all, *self._lines):
+            axis.__dict__.pop("group", None)
+        self._lines.clear()
+        self.__dict__.pop("device_mesh", None)
 
     def __str__(self) -> str:
         shown = [name for name in AXES if name != "cp" or self.cp.size > 1]

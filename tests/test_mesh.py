@@ -17,10 +17,12 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from pymesh3d import mesh as mesh_module
 from pymesh3d import rendezvous
-from pymesh3d.config import AXES, Layout
+from pymesh3d.config import AXES, Layout, ModelConfig
+from pymesh3d.engine import parallelize
 from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.launch import LOOPBACK, launch
 from pymesh3d.mesh import Axis, exchange_text, init_mesh, named
+from pymesh3d.models.llama import Llama
 
 Ranks = Callable[..., list[Any]]
 
@@ -236,6 +238,27 @@ def test_ranks_can_meet_again(served: str) -> None:
         with socket.create_server((LOOPBACK, 0)) as server:
             script += f"os.environ.update(TORCHELASTIC_USE_AGENT_STORE='False', MASTER_PORT='{server.getsockname()[1]}'); "
     assert launch(["-c", script + "assert meet_twice() == (3.0, 30.0)"], 2) == 0
+
+
+def threads_left() -> tuple[int, int]:
+    """Threads of this process before a mesh is made, and after it has been used and closed."""
+    before = len(os.listdir("/proc/self/task"))
+    mesh = init_mesh(device="cpu", tp=2)
+    engine = parallelize(Llama(ModelConfig(vocab=16, dim=8, layers=1, heads=2, kv_heads=1, ffn=8), device="meta"), mesh)
+    ids = torch.zeros(2, 4, dtype=torch.int64)
+    engine.train_step((ids, ids))
+    assert len(os.listdir("/proc/self/task")) > before
+    mesh.close()
+    return before, len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="this system does not list the threads of a process")
+def test_a_closed_mesh_leaves_no_threads_that_could_outlive_the_interpreter() -> None:
+    """Whatever still refers to the mesh: here the engine does."""
+    script = (
+        "import torch; torch.set_num_threads(1); from tests.test_mesh import threads_left; a, b = threads_left(); assert a == b, (a, b)"
+    )
+    assert launch(["-c", script], 2) == 0
 
 
 def test_a_meeting_can_be_tried_again() -> None:
