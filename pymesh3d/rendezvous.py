@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 
 import torch
@@ -68,8 +69,14 @@ def _agent_serves() -> bool:
 
 def _store(host: str, port: int, timeout: datetime.timedelta, *, serve: bool) -> dist.Store:
     """The store of this start of the run. Who serves it does not wait in here, unseen by the others, as torch's own rendezvous does."""
-    store = dist.TCPStore(host, port, is_master=serve, wait_for_workers=False, timeout=timeout, multi_tenant=True)
+    store = _served(host, port) if serve else dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    store.set_timeout(timeout)
     return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+@functools.cache  # for as long as this process lives: others may come back to it before this rank has closed its mesh
+def _served(host: str, port: int) -> dist.TCPStore:
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
 
 
 def _meet(store: dist.Store, rank: int, world: int) -> dist.Store:
