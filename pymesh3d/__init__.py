@@ -9,12 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pymesh3d.comm.whole import whole_parameters as whole_parameters
     from pymesh3d.config import Layout as Layout
     from pymesh3d.config import ModelConfig as ModelConfig
     from pymesh3d.config import TrainConfig as TrainConfig
     from pymesh3d.data import Batches as Batches
     from pymesh3d.data import load_corpus as load_corpus
-    from pymesh3d.dp.norm import gradient_norm as gradient_norm
     from pymesh3d.dp.zero import Zero as Zero
     from pymesh3d.engine import Engine as Engine
     from pymesh3d.engine import parallelize as parallelize
@@ -53,12 +53,12 @@ _MODULE_OF = {
     "TrainConfig": "config",
     "VocabParallelEmbedding": "tp.layers",
     "Zero": "dp.zero",
-    "gradient_norm": "dp.norm",
     "init_mesh": "mesh",
     "load_corpus": "data",
     "parallelize": "engine",
     "parallelize_module": "tp.plan",
     "vocab_parallel_cross_entropy": "tp.loss",
+    "whole_parameters": "comm.whole",
 }
 
 __all__ = list(_MODULE_OF)

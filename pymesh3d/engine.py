@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,9 +12,8 @@ import torch
 
 from pymesh3d.comm.collectives import all_reduce_, gather_rows
 from pymesh3d.comm.p2p import Channels
-from pymesh3d.comm.whole import whole
+from pymesh3d.comm.whole import whole, whole_parameters
 from pymesh3d.config import ModelConfig, TrainConfig, validate
-from pymesh3d.dp.norm import clip_factor, gradient_norm
 from pymesh3d.dp.zero import Zero
 from pymesh3d.errors import ConfigError
 from pymesh3d.initial import materialize
@@ -31,8 +29,6 @@ from pymesh3d.schedule.schedules import build
 from pymesh3d.tp.loss import vocab_parallel_cross_entropy
 from pymesh3d.tp.plan import parallelize_module
 
-log = logging.getLogger("pymesh3d")
-
 IGNORE_INDEX = -100
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -47,6 +43,13 @@ def parallelize(model: Llama, mesh: Mesh, config: TrainConfig | None = None, *, 
     Raises ConfigError, before any communication, when model, layout and training do not fit together.
     """
     config = TrainConfig() if config is None else config
+    for given, kind in ((model, Llama), (mesh, Mesh), (config, TrainConfig)):
+        if not isinstance(given, kind):
+            raise ConfigError(
+                f"a {type(given).__name__} where a {kind.__name__} belongs",
+                "parallelize(model, mesh, config) is for the reference model",
+                "Use parallelize_module and Zero for a model of your own",
+            )
     validate(model.config, mesh.layout, config)
     if optimizer is not None and not callable(optimizer):
         raise ConfigError(f"optimizer={optimizer!r}", "it must make an optimizer from parameter groups", "Use torch.optim.AdamW, or None")
@@ -119,8 +122,6 @@ class Engine:
 
     def __init__(self, model: Llama, mesh: Mesh, config: TrainConfig, zero: Zero) -> None:
         self.model, self.mesh, self.config, self.zero = model, mesh, config, zero
-        self.steps_taken = 0
-        self.steps_skipped = 0
         self.channels = Channels(mesh)
         self._schedules: dict[tuple[str, int], tuple[Action, ...]] = {}
         self._divisor = torch.ones((), dtype=torch.int64, device=mesh.device)
@@ -146,23 +147,9 @@ class Engine:
         loss = run(self._actions(self.config.schedule, len(microbatches)), self.stage, self.channels, microbatches)
         return self._agree_on_loss(loss, batch[0].numel())
 
-    @torch.no_grad()
     def optimizer_step(self) -> tuple[float, bool]:
-        """Reduce the gradients, agree on their norm, and update unless it is not finite. Returns the norm and whether a step was taken."""
-        self.zero.reduce()
-        norm = gradient_norm(self.zero.shard_grads, self.mesh)
-        with named("gradient norm", self.mesh.all):  # on CUDA the host waits here for what it has started
-            grad_norm = norm.item()
-        taken = math.isfinite(grad_norm)  # every rank has the same bits, so all take the step or none
-        if taken:
-            self.zero.step(None if self.config.max_norm is None else clip_factor(norm, self.config.max_norm))
-            self.steps_taken += 1
-        else:
-            self.steps_skipped += 1
-            if self.mesh.rank == 0:
-                log.warning("gradient norm is %s: step skipped on all ranks (%d skipped so far)", grad_norm, self.steps_skipped)
-        self.zero.zero_grad()
-        return grad_norm, taken
+        """Sum the gradients, agree on their norm, and update unless it is not finite. Returns the norm and whether a step was taken."""
+        return self.zero.step(self.config.max_norm)
 
     def eval_step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
         """The mean loss over the valid tokens of a global batch, without gradients; the same on every rank."""
@@ -172,9 +159,7 @@ class Engine:
 
     def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter of this stage, unsharded, by its full name. All ranks of the stage must iterate to the end."""
-        for parameter in self.model.parameters():
-            placement = placement_of(parameter)
-            yield placement.name, whole(parameter, placement, self.mesh.tp)
+        return whole_parameters(self.model, self.mesh.tp)
 
     def whole_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What `optimizer_step` is going to use: every gradient of this stage, reduced and unsharded, by its parameter's full name."""
@@ -188,12 +173,11 @@ class Engine:
 
     def state(self) -> dict[str, torch.Tensor]:
         """What this rank must keep to go on exactly: its master weights, the optimizer's state, and the number of steps taken."""
-        return {**self.zero.state(), "steps_taken": torch.tensor(self.steps_taken)}
+        return self.zero.state()
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Go on from what `state` gave. All ranks must call."""
-        self.steps_taken = int(tensors["steps_taken"])
-        self.zero.load_state({name: tensor for name, tensor in tensors.items() if name != "steps_taken"})
+        self.zero.load_state(tensors)
 
     def _actions(self, schedule: str, microbatches: int) -> tuple[Action, ...]:
         """What this rank does in a step of so many microbatches."""

@@ -223,7 +223,7 @@ def skipped_steps(zero_stage: int, batches: Sequence[Batch]) -> dict[str, Any]:
     log.removeHandler(lines)
     parameters = dict(engine.whole_parameters())
     engine.mesh.close()
-    counts = (engine.steps_taken, engine.steps_skipped, skipped_at)
+    counts = (engine.zero.steps_taken, engine.zero.steps_skipped, skipped_at)
     return {"results": results, "same": same, "counts": counts, "lines": lines.lines, "parameters": parameters}
 
 
@@ -243,6 +243,29 @@ def test_a_step_that_one_rank_cannot_take_is_taken_by_none(ranks: Ranks, zero_st
             nan, inf = found["lines"]
             assert "nan" in nan and "1 skipped" in nan
             assert "inf" in inf and "2 skipped" in inf
+
+
+def poisoned(sizes: dict[str, int], zero_stage: int, value: float) -> list[str]:
+    """Parameters of which `value` in one element of one rank's gradient, on each rank in turn, does not keep all from taking the step."""
+    engine = engine_on(train=dataclasses.replace(FLOAT64, zero_stage=zero_stage), **sizes)
+    before, missed = [p.detach().clone() for p in engine.model.parameters()], []
+    for name, parameter in engine.model.named_parameters():
+        for rank in range(engine.mesh.layout.world):
+            for element in (0, -1, parameter.numel() // 2):
+                if engine.mesh.rank == rank:
+                    parameter.main_grad.view(-1)[element] = value  # type: ignore[attr-defined]
+                norm, taken = engine.optimizer_step()
+                if taken or math.isfinite(norm):
+                    missed.append(f"{name}[{element}] of rank {rank}")
+    assert all(torch.equal(p, kept) for p, kept in zip(engine.model.parameters(), before, strict=True))
+    engine.mesh.close()
+    return missed
+
+
+@pytest.mark.parametrize(("sizes", "zero_stage", "value"), [({"tp": 4}, 1, math.inf), ({"tp": 2, "dp": 2}, 0, math.nan)])
+def test_what_is_not_finite_counts_wherever_it_stands(ranks: Ranks, sizes: dict[str, int], zero_stage: int, value: float) -> None:
+    """Also in a copy of a replicated parameter (norms, and KV heads where tp is 4) that another rank contributes to the norm."""
+    assert ranks(4, poisoned, sizes, zero_stage, value) == [[]] * 4
 
 
 def held_out_loss(engine: Engine, batch: Batch) -> float:
@@ -406,6 +429,23 @@ def test_what_cannot_be_trained_is_refused_on_all_stages(ranks: Ranks) -> None:
             "Use pp=1, or leave requires_grad of one of these layers on",
             "optimizer=[]: it must make an optimizer from parameter groups. Use torch.optim.AdamW, or None",
         ]
+
+
+def swapped_arguments() -> list[str]:
+    mesh = init_mesh(device="cpu")
+    model, texts = Llama(SMALL, device="meta"), []
+    for arguments in ((torch.nn.Linear(2, 2), mesh), (mesh, model), (model, mesh, SMALL)):
+        with pytest.raises(ConfigError) as caught:
+            parallelize(*arguments)  # type: ignore[arg-type]
+        texts.append(str(caught.value))
+    mesh.close()
+    return texts
+
+
+def test_other_models_are_told_what_is_for_them(ranks: Ranks) -> None:
+    rest = "parallelize(model, mesh, config) is for the reference model. Use parallelize_module and Zero for a model of your own"
+    given = ["a Linear where a Llama belongs", "a Mesh where a Llama belongs", "a ModelConfig where a TrainConfig belongs"]
+    assert ranks(1, swapped_arguments) == [[f"{words}: {rest}" for words in given]]
 
 
 def refused_batches() -> list[str]:

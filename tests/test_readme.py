@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import nn
 
 from pymesh3d.bench import tables
 from pymesh3d.cli import parser
@@ -35,6 +37,7 @@ def printed(code: str, ranks: int, folder: Path, *, gpus: bool = False) -> str:
         capture_output=True,
         text=True,
         timeout=110,
+        cwd=folder,
     )
     assert done.returncode == 0 and (gpus or done.stderr == ""), done
     return done.stdout
@@ -69,9 +72,18 @@ def test_the_training_script_on_more_ranks(tmp_path: Path, one_process: list[tup
 
 
 def test_the_layers_in_a_model_of_ones_own(tmp_path: Path) -> None:
-    one, two = (re.fullmatch(r"loss (0\.\d{4})\n", printed(PYTHON[1], ranks, tmp_path)) for ranks in (1, 2))
-    assert one and two
-    assert float(one[1]) == pytest.approx(float(two[1]), abs=2e-4) and float(one[1]) < 0.6
+    losses, weights = [], []
+    for ranks in (1, 2):
+        found = re.fullmatch(r"loss (0\.\d{4})  gradient norm 0\.\d{4}\n", printed(PYTHON[1], ranks, tmp_path))
+        assert found
+        losses.append(float(found[1]))
+        weights.append(load_file(tmp_path / "weights.safetensors"))
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4) and losses[0] < 0.6
+    unsharded = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    for state in weights:
+        unsharded.load_state_dict(state)
+        x = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
+        assert (unsharded(x) - x).square().mean().item() == pytest.approx(losses[0], abs=0.03), "the saved model is the trained one"
     assert len(PYTHON) == 2, "a new example needs a test"
 
 
@@ -80,7 +92,7 @@ def test_the_layers_in_a_model_of_ones_own(tmp_path: Path) -> None:
 def test_the_layers_in_a_model_of_ones_own_on_gpus(tmp_path: Path, ranks: int) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    found = re.search(r"^loss (0\.\d{4})$", printed(PYTHON[1], ranks, tmp_path, gpus=True), re.MULTILINE)
+    found = re.search(r"^loss (0\.\d{4})  ", printed(PYTHON[1], ranks, tmp_path, gpus=True), re.MULTILINE)
     assert found and float(found[1]) < 0.6
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+from torch import nn
 
 from pymesh3d.comm.collectives import all_gather
 from pymesh3d.mesh import Axis
-from pymesh3d.placement import Placement
+from pymesh3d.placement import Placement, placement_of
 
 
 @torch.no_grad()
@@ -17,3 +20,10 @@ def whole(local: torch.Tensor, placement: Placement, axis: Axis) -> torch.Tensor
     for rank in range(axis.size):
         placement.unshard(shards[rank], full, rank)
     return full
+
+
+def whole_parameters(module: nn.Module, axis: Axis) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter of a module cut along `axis`, unsharded, by its full name. All ranks of the axis must iterate to the end."""
+    for name, parameter in module.named_parameters():
+        placement = placement_of(parameter)
+        yield placement.name or name, whole(parameter, placement, axis)

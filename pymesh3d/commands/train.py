@@ -113,7 +113,7 @@ def run(job: Job) -> int:
             began = time.perf_counter()
             tokens, targets = (torch.from_numpy(part) for part in batches.batch(step, mesh.dp.rank, mesh.dp.size))
             for group in engine.optimizer.param_groups:
-                group["lr"] = job.learning_rate(engine.steps_taken)
+                group["lr"] = job.learning_rate(engine.zero.steps_taken)
             result = engine.train_step((tokens, targets))
             line = measure(step + 1, result, time.perf_counter() - began, job, mesh, peak)
             progress.step(line)

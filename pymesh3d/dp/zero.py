@@ -7,6 +7,8 @@ gradients goes to the shard's owner and the new parameters come back. Both add u
 from __future__ import annotations
 
 import collections
+import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,11 +18,15 @@ from torch import nn
 from pymesh3d.comm.collectives import Pending, all_gather, all_reduce_, all_to_all, broadcast_
 from pymesh3d.config import require_number, require_positive
 from pymesh3d.dp.buckets import Bucket, make_buckets
+from pymesh3d.dp.norm import clip_factor, gradient_norm
 from pymesh3d.errors import ConfigError
-from pymesh3d.mesh import Mesh
+from pymesh3d.mesh import Mesh, named
 from pymesh3d.placement import Placement, place, placement_of
 
+log = logging.getLogger("pymesh3d")
+
 BUCKET_ELEMENTS = 32 * 2**20
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def decays(parameter: nn.Parameter) -> bool:
@@ -29,7 +35,10 @@ def decays(parameter: nn.Parameter) -> bool:
 
 
 class Zero:
-    """Owns the flat buffers of a stage's parameters and the optimizer over them. Reading order: reduce, clip, step.
+    """Owns the flat buffers of a module's trained parameters and the optimizer over them; `step` is all that a training loop calls.
+
+    Gradients add up in `parameter.main_grad` over backward passes until `step`, and `parameter.grad` stays None. Values that are
+    written into a parameter afterwards, as by `load_state_dict`, are taken over; a parameter must not be moved or replaced.
 
     `optimizer` makes a torch optimizer from parameter groups of flat master weights; `reduce_dtype` is what a rank's
     contribution is rounded to, once, before it is sent (default: the parameters' dtype). Raises ConfigError for what it cannot use.
@@ -49,15 +58,17 @@ class Zero:
         if stage not in (0, 1) or isinstance(stage, bool):
             raise ConfigError(f"stage={stage!r}", "only ZeRO stages 0 and 1 are available", "Use stage=1")
         if not callable(optimizer):
-            raise ConfigError(
-                f"optimizer={optimizer!r}", "it must make an optimizer from parameter groups", "Use optimizer=torch.optim.AdamW"
-            )
+            raise _no_optimizer(f"optimizer={optimizer!r}")
         if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
             raise ConfigError(f"reduce_dtype={reduce_dtype!r}", "it must be a floating-point torch dtype", "Use reduce_dtype=torch.float32")
         require_number("weight_decay", weight_decay, default=0.1)
         require_positive("bucket_elements", bucket_elements)
+        if not isinstance(mesh, Mesh):
+            raise ConfigError(f"a {type(mesh).__name__} as mesh", "Zero spans all axes of a mesh", "Use the one that init_mesh returns")
+        trained = _trained(module, mesh)
         self.mesh, self.stage, self.reduce_dtype = mesh, stage, reduce_dtype
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.steps_taken = self.steps_skipped = 0
+        self._reduced = self._updating = False
         for parameter in trained:
             if getattr(parameter, "placement", None) is None:  # nobody sharded it, so every tp rank holds it: count it once
                 place(parameter, Placement(shape=tuple(parameter.shape), ranks=mesh.tp.size))
@@ -66,13 +77,17 @@ class Zero:
             parameter.register_post_accumulate_grad_hook(_move_grad)
         for bucket in self.buckets:
             broadcast_(bucket.weights, mesh.dp)
-        # Views into the flat gradients, made once. `shard_grads`: what this rank contributes to the norm, every number of the
-        # model once over all ranks. `_summed`: ranges to be summed over so many tp neighbours (see Placement.summed).
-        self.shard_grads: list[torch.Tensor] = []
+        # Views into the flat gradients, made once. `_counted`: what this rank contributes to the norm, every number of the model
+        # once over all ranks; `_copies`: the rest of what it owns. `_summed`: ranges to be summed over so many tp neighbours.
+        self._counted: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []
         self._summed: dict[int, list[torch.Tensor]] = {}
         for bucket in self.buckets:
             shard = bucket.shard(bucket.grads, mesh.dp.rank)
-            self.shard_grads += [shard[start:stop] for start, stop in bucket.counted(mesh.tp.rank, mesh.dp.rank)]
+            counted = bucket.counted(mesh.tp.rank, mesh.dp.rank)
+            edges = [0, *(edge for limits in counted for edge in limits), shard.numel()]
+            self._counted += [shard[start:stop] for start, stop in counted]
+            self._copies += [shard[start:stop] for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
             for slot in bucket.slots:
                 for start, stop, replicas in placement_of(slot.parameter).summed(mesh.tp.rank):
                     self._summed.setdefault(replicas, []).append(bucket.grads[slot.start + start : slot.start + stop])
@@ -83,12 +98,71 @@ class Zero:
             if flat:
                 groups.append({"params": flat, "weight_decay": weight_decay if decay else 0.0})
         self.optimizer = optimizer(groups)
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise _no_optimizer(f"optimizer={optimizer!r} made a {type(self.optimizer).__name__}")
+        self.optimizer.register_step_pre_hook(self._require_updating)
 
     def _owned(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
         return flat if self.stage == 0 else bucket.shard(flat, self.mesh.dp.rank)
 
-    @torch.no_grad()
+    def step(self, max_norm: float | None = None) -> tuple[float, bool]:
+        """Sum the gradients, clip them to `max_norm`, update the parameters, and forget the gradients. All ranks must call.
+
+        Returns the gradients' norm before clipping, and whether the step was taken: where the norm is not finite no rank takes it.
+        """
+        if max_norm is not None:
+            require_number("max_norm", max_norm, default="None, which switches clipping off", above_zero=True)
+        self.reduce()
+        total = self.norm()
+        with named("gradient norm", self.mesh.all):  # on CUDA the host waits here for what it has started
+            norm = total.item()
+        taken = math.isfinite(norm)  # every rank has the same bits, so all take the step or none
+        if taken:
+            self.update(None if max_norm is None else clip_factor(total, max_norm))
+        else:
+            self.steps_skipped += 1
+            if self.mesh.rank == 0:
+                log.warning("gradient norm is %s: step skipped on all ranks (%d skipped so far)", norm, self.steps_skipped)
+            self.zero_grad()
+        return norm, taken
+
     def reduce(self) -> None:
+        """The first part of `step`: sum the gradients over ranks. Do not go backward again before `update` or `zero_grad`."""
+        self._require_reduced(False, "reduce")
+        self._reduced = True
+        self._sum()
+
+    def norm(self, p: float = 2.0) -> torch.Tensor:
+        """The second part: the p-norm of the summed gradients, float64 [], the same on every rank and not finite if one of them is not."""
+        self._require_reduced(True, "norm")
+        return gradient_norm(self._counted, self.mesh, p, copies=self._copies)
+
+    @torch.no_grad()
+    def update(self, scale: torch.Tensor | None = None) -> None:
+        """The last part: multiply the gradients by `scale`, give every rank the new parameters, and forget the gradients."""
+        self._require_reduced(True, "update")
+        self._take_over_written()
+        for bucket, master in zip(self.buckets, self.masters, strict=True):
+            master.grad = self._owned(bucket, bucket.grads)
+            if scale is not None:
+                master.grad.mul_(scale)
+        self._updating = True
+        self.optimizer.step()
+        self._updating = False
+        for master in self.masters:
+            master.grad = None
+        self.publish()
+        self.steps_taken += 1
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Forget all accumulated gradients."""
+        self._reduced = False
+        for bucket in self.buckets:
+            bucket.grads.zero_()
+
+    @torch.no_grad()
+    def _sum(self) -> None:
         """Sum gradients: over tp where ranks hold summands of one parameter, then over dp into the owner's shard."""
         self._sum_replicas()
         if self.mesh.dp.size == 1:
@@ -112,7 +186,7 @@ class Zero:
     def reduced_grads(self) -> list[torch.Tensor]:
         """The flat gradients of each bucket as `reduce` makes them, whole on every rank; what was accumulated stays untouched."""
         kept = [bucket.grads.clone() for bucket in self.buckets]
-        self.reduce()
+        self._sum()
         reduced = [all_gather(bucket.shard(bucket.grads, self.mesh.dp.rank).clone(), self.mesh.dp).wait() for bucket in self.buckets]
         for bucket, grads in zip(self.buckets, kept, strict=True):
             bucket.grads.copy_(grads)
@@ -123,18 +197,6 @@ class Zero:
             summed = all_reduce_(torch.cat(ranges), self.mesh.subgroup(self.mesh.tp, replicas)).wait()
             for target, source in zip(ranges, summed.split([r.numel() for r in ranges]), strict=True):
                 target.copy_(source)
-
-    @torch.no_grad()
-    def step(self, scale: torch.Tensor | None = None) -> None:
-        """Multiply the gradients by `scale` (clipping), update the master weights, and give every rank the new parameters."""
-        for bucket, master in zip(self.buckets, self.masters, strict=True):
-            master.grad = self._owned(bucket, bucket.grads)
-            if scale is not None:
-                master.grad.mul_(scale)
-        self.optimizer.step()
-        for master in self.masters:
-            master.grad = None
-        self.publish()
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -148,9 +210,34 @@ class Zero:
         for pending in sent:
             pending.wait()
 
+    def _take_over_written(self) -> None:
+        """Give the masters what was written into parameters since the last step; all others keep digits that bf16 has not."""
+        for bucket, master in zip(self.buckets, self.masters, strict=True):
+            owned = self._owned(bucket, bucket.weights)
+            low = owned.storage_offset()
+            for slot in bucket.written():
+                start, stop = max(slot.start - low, 0), min(slot.stop - low, owned.numel())
+                if start < stop:
+                    master[start:stop].copy_(owned[start:stop])
+
+    def _require_reduced(self, reduced: bool, call: str) -> None:
+        if self._reduced != reduced:
+            raise ConfigError(
+                f"{call}() of gradients that are {'already' if self._reduced else 'not yet'} summed over ranks",
+                "a step is reduce(), norm() if wanted, update() or zero_grad()",
+                "step() calls them in this order",
+            )
+
+    def _require_updating(self, *_: object) -> None:
+        if not self._updating:
+            raise ConfigError("optimizer.step()", "gradients must be summed over ranks before", "Use the step() of Zero, or of the engine")
+
     def state(self) -> dict[str, torch.Tensor]:
-        """Masters and optimizer state of this rank, by kind and bucket number. State that an optimizer has not made yet is absent."""
-        tensors: dict[str, torch.Tensor] = {}
+        """What this rank must keep to go on exactly: masters and optimizer state, by kind and bucket number, and the steps taken.
+
+        State that an optimizer has not made yet is absent.
+        """
+        tensors = {"steps_taken": torch.tensor(self.steps_taken)}
         for number, master in enumerate(self.masters):
             tensors[f"master.{number}"] = master.detach()
             for key, value in self.optimizer.state[master].items():
@@ -161,8 +248,11 @@ class Zero:
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy what `state` gave back into place, and publish the parameters. All ranks must call."""
+        self.steps_taken = int(tensors["steps_taken"])
         for name, value in tensors.items():
             key, _, number = name.rpartition(".")
+            if not key:
+                continue
             master = self.masters[int(number)]
             if key == "master":
                 master.copy_(value)
@@ -171,10 +261,23 @@ class Zero:
                 self.optimizer.state[master][key] = value.to(master.device if on_device else "cpu", copy=True)
         self.publish()
 
-    def zero_grad(self) -> None:
-        """Forget all accumulated gradients."""
-        for bucket in self.buckets:
-            bucket.grads.zero_()
+
+def _trained(module: nn.Module, mesh: Mesh) -> list[nn.Parameter]:
+    """The parameters to be trained. Raises ConfigError where there is none, or one that cannot be."""
+    named_parameters = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    if not named_parameters:
+        raise ConfigError(f"a {type(module).__name__} without trained parameters", "there must be one", "Leave one with requires_grad")
+    for name, parameter in named_parameters:
+        if parameter.dtype not in DTYPES:
+            raise ConfigError(f"{name} of {parameter.dtype}", f"it must be one of {', '.join(map(str, DTYPES))}", "Use module.bfloat16()")
+        if parameter.device != mesh.device:
+            way = "module.to_empty(device=mesh.device) and initialize it" if parameter.is_meta else "module.to(mesh.device)"
+            raise ConfigError(f"{name} on {parameter.device}", f"it must be on the device of the mesh, {mesh.device}", f"Use {way}")
+    return [parameter for _, parameter in named_parameters]
+
+
+def _no_optimizer(given: str) -> ConfigError:
+    return ConfigError(given, "it must make a torch optimizer from parameter groups", "Use optimizer=torch.optim.AdamW")
 
 
 def _move_grad(parameter: torch.Tensor) -> None:

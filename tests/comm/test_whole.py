@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from pymesh3d.comm.whole import whole
+from pymesh3d.comm.whole import whole, whole_parameters
 from pymesh3d.mesh import init_mesh
 from pymesh3d.placement import Part, Placement
+from pymesh3d.tp.plan import Column, parallelize_module
 
 Ranks = Callable[..., list[Any]]
 
@@ -53,3 +55,22 @@ def test_shards_make_the_whole_on_every_rank(ranks: Ranks, tp: int) -> None:
             expected = full(placement, dtype) * (-1 if rank >= tp else 1)
             assert found[name].dtype == dtype and not found[name].requires_grad
             assert torch.equal(found[name], expected), name
+
+
+def whole_module() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    mesh = init_mesh(tp=2, device="cpu")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    parallelize_module(model, mesh, {"0": Column(gather_output=True)})
+    found = {**dict(whole_parameters(model, mesh.tp)), **dict(whole_parameters(nn.Linear(1, 1, dtype=torch.float64), mesh.tp))}
+    mesh.close()
+    return before, found
+
+
+def test_a_module_gives_the_state_of_the_unsharded_one(ranks: Ranks) -> None:
+    """And one that nobody parallelized its own parameters."""
+    for before, found in ranks(2, whole_module):
+        assert found.keys() == {*before, "weight", "bias"}
+        assert found["weight"].dtype == torch.float64
+        assert all(torch.equal(found[name], tensor) for name, tensor in before.items())

@@ -31,19 +31,15 @@ def zero_over(mesh: Mesh, parameters: dict[str, nn.Parameter], gradients: dict[s
     return zero
 
 
-def pieces(zero: Zero) -> list[torch.Tensor]:
-    return zero.shard_grads
-
-
 def norms_of_stages() -> tuple[float, float, float]:
     """Stages whose gradients have norms 3 and 4: the norm, the factor for max_norm 1, and this stage's weight after a step of SGD at 1."""
     mesh = init_mesh(pp=2, device="cpu")
     weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     zero = zero_over(mesh, {"weight": weight}, {"weight": [3.0, 4.0][mesh.pp.rank]}, stage=1)
     zero.reduce()
-    norm = gradient_norm(pieces(zero), mesh)
+    norm = zero.norm()
     factor = clip_factor(norm, 1.0)
-    zero.step(factor)
+    zero.update(factor)
     mesh.close()
     return norm.item(), factor.item(), weight.item()
 
@@ -69,8 +65,8 @@ def norms_of_shards(stage: int, partial: bool) -> tuple[list[float], list[float]
     mine = {name: values[mesh.dp.rank][mesh.tp.rank] for name, values in summands.items()}
     zero = zero_over(mesh, {"sharded": sharded, "replicated": replicated}, mine, stage)
     zero.reduce()
-    norms = [gradient_norm(pieces(zero), mesh, p).item() for p in (2.0, 1.0, math.inf)]
-    zero.step()
+    norms = [zero.norm(p).item() for p in (2.0, 1.0, math.inf)]
+    zero.update()
     mesh.close()
     return norms, [sharded.item(), replicated.item()]
 
@@ -91,7 +87,7 @@ def norm_of_tied(stage: int) -> float:
     zero = Zero(nn.ModuleDict({"embedding": embedding, "head": head}), mesh, stage=stage, optimizer=SGD, weight_decay=0.0)
     embedding.weight.main_grad.fill_([3.0, 7.0][mesh.dp.rank])  # type: ignore[attr-defined]
     zero.reduce()
-    norm = gradient_norm(pieces(zero), mesh).item()
+    norm = zero.norm().item()
     mesh.close()
     return norm
 
@@ -107,7 +103,7 @@ def norm_of_unplaced() -> float:
     mesh = init_mesh(tp=2, device="cpu")
     zero = zero_over(mesh, {"weight": nn.Parameter(torch.zeros(4, dtype=torch.float64))}, {"weight": 2.0}, stage=1)
     zero.reduce()
-    norm = gradient_norm(pieces(zero), mesh).item()
+    norm = zero.norm().item()
     mesh.close()
     return norm
 
@@ -130,6 +126,22 @@ def test_every_rank_sees_what_is_not_finite_on_one(ranks: Ranks) -> None:
         assert all(math.isnan(n) for n in norms[0] + norms[1])
         assert norms[2] == [math.inf] * 3
         assert norms[3] == [0.0] * 3
+
+
+def norms_beside_copies() -> list[float]:
+    mesh = init_mesh(device="cpu")
+    counted, found = [torch.tensor([3.0])], []
+    for value in (4.0, -math.inf, math.nan):
+        copies = [torch.ones(2), torch.tensor([value if mesh.rank else 0.0, 1.0])]
+        found += [gradient_norm(counted, mesh, p, copies=copies).item() for p in (1.0, math.inf)]
+    mesh.close()
+    return found
+
+
+def test_a_copy_counts_only_if_it_is_not_finite(ranks: Ranks) -> None:
+    for finite_sum, finite_largest, *others in ranks(2, norms_beside_copies):
+        assert (finite_sum, finite_largest) == (6.0, 3.0)
+        assert len(others) == 4 and all(math.isnan(norm) for norm in others)
 
 
 def norm_of_fine_numbers() -> tuple[float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -81,9 +82,7 @@ def zero_steps(
             for part in mine.chunk(microbatches):
                 model(part).square().sum().backward()
             assert all(p.grad is None for p in model.parameters())
-            zero.reduce()
             zero.step()
-            zero.zero_grad()
             schedule.step()
         found.append((len(zero.buckets), {name: p.detach().clone() for name, p in model.named_parameters()}))
     mesh.close()
@@ -123,8 +122,7 @@ def bf16_step(contributions: torch.Tensor, start: torch.Tensor, reduce_dtype: to
         module.weight.main_grad.add_(contributions[mesh.rank] * (step + 1))
         zero.reduce()
         reduced = bucket.shard(bucket.grads, mesh.rank).clone()
-        zero.step(torch.tensor(0.25, dtype=torch.float64))
-        zero.zero_grad()
+        zero.update(torch.tensor(0.25, dtype=torch.float64))
     mesh.close()
     return {"weight": module.weight.detach(), "reduced": reduced, "master": master.detach()}
 
@@ -180,7 +178,6 @@ def decayed() -> dict[str, torch.Tensor]:
     nn.init.ones_(module.weight)
     nn.init.ones_(module.bias)
     zero = Zero(module, mesh, stage=1, optimizer=functools.partial(torch.optim.AdamW, lr=0.5), weight_decay=0.5)
-    zero.reduce()
     zero.step()
     mesh.close()
     return {name: p.detach() for name, p in module.named_parameters()}
@@ -191,14 +188,38 @@ def test_weight_decay_is_for_matrices_only(ranks: Ranks) -> None:
         assert (found["weight"] == 0.75).all() and (found["bias"] == 1.0).all()
 
 
-REFUSED = [
+class NoOptimizer:
+    def __init__(self, groups: Any) -> None:
+        pass
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(3, 2).requires_grad_(False)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stage": 2}, "stage=2: only ZeRO stages 0 and 1 are available. Use stage=1"),
     ({"stage": True}, "stage=True: only ZeRO stages 0 and 1 are available. Use stage=1"),
-    ({"optimizer": []}, "optimizer=[]: it must make an optimizer from parameter groups. Use optimizer=torch.optim.AdamW"),
+    ({"optimizer": []}, "optimizer=[]: it must make a torch optimizer from parameter groups. Use optimizer=torch.optim.AdamW"),
+    (
+        {"optimizer": NoOptimizer},
+        f"optimizer={NoOptimizer!r} made a NoOptimizer: it must make a torch optimizer from parameter groups. "
+        "Use optimizer=torch.optim.AdamW",
+    ),
     ({"weight_decay": "0.1"}, "weight_decay='0.1': weight_decay must be a finite number of at least 0. The default is weight_decay=0.1"),
     ({"reduce_dtype": torch.int8}, "reduce_dtype=torch.int8: it must be a floating-point torch dtype. Use reduce_dtype=torch.float32"),
     ({"reduce_dtype": "bf16"}, "reduce_dtype='bf16': it must be a floating-point torch dtype. Use reduce_dtype=torch.float32"),
     ({"bucket_elements": 0}, "bucket_elements=0: bucket_elements must be a positive integer. Try bucket_elements=1 or more"),
+    ({"mesh": "all"}, "a str as mesh: Zero spans all axes of a mesh. Use the one that init_mesh returns"),
+    ({"module": frozen()}, "a Linear without trained parameters: there must be one. Leave one with requires_grad"),
+    (
+        {"module": nn.Linear(3, 2, dtype=torch.float16)},
+        "weight of torch.float16: it must be one of torch.float32, torch.bfloat16, torch.float64. Use module.bfloat16()",
+    ),
+    (
+        {"module": nn.Linear(3, 2, device="meta")},
+        "weight on meta: it must be on the device of the mesh, cpu. Use module.to_empty(device=mesh.device) and initialize it",
+    ),
 ]
 
 
@@ -207,7 +228,7 @@ def refusals() -> list[str]:
     texts = []
     for options, _ in REFUSED:
         with pytest.raises(ConfigError) as caught:
-            Zero(nn.Linear(3, 2), mesh, **{"stage": 1, "optimizer": ADAMW, "weight_decay": 0.0, **options})  # type: ignore[arg-type]
+            Zero(**{"module": nn.Linear(3, 2), "mesh": mesh, "stage": 1, "optimizer": ADAMW, "weight_decay": 0.0, **options})
         texts.append(str(caught.value))
     mesh.close()
     return texts
@@ -215,6 +236,134 @@ def refusals() -> list[str]:
 
 def test_what_cannot_be_used_is_refused(ranks: Ranks) -> None:
     assert ranks(1, refusals) == [[text for _, text in REFUSED]]
+
+
+STEPS = "a step is reduce(), norm() if wanted, update() or zero_grad(). step() calls them in this order"
+SUMMED = f"of gradients that are already summed over ranks: {STEPS}"
+NOT_SUMMED = f"of gradients that are not yet summed over ranks: {STEPS}"
+OPTIMIZER = "optimizer.step(): gradients must be summed over ranks before. Use the step() of Zero, or of the engine"
+
+
+def calls_in_wrong_order(stage: int) -> tuple[list[str], list[list[float]]]:
+    """What is said, and the weights of a module that then takes a step each way, and of one that takes the same two by `step`."""
+    mesh = init_mesh(device="cpu")
+    texts, after = [], []
+    for wrong in (True, False):
+        module = nn.Linear(2, 1, bias=False)
+        nn.init.zeros_(module.weight)
+        zero = Zero(module, mesh, stage=stage, optimizer=MOMENTUM, weight_decay=0.0)
+        for _ in range(2):
+            module(torch.tensor([1.0, 2.0])).backward()
+            if wrong:
+                for call in (zero.update, zero.norm, zero.optimizer.step):
+                    with pytest.raises(ConfigError) as caught:
+                        call()
+                    texts.append(str(caught.value))
+                zero.reduce()
+                for call in (zero.reduce, zero.step, zero.optimizer.step):
+                    with pytest.raises(ConfigError) as caught:
+                        call()
+                    texts.append(str(caught.value))
+                zero.update()
+            else:
+                zero.step()
+        after.append(module.weight.tolist()[0])
+    mesh.close()
+    return texts, after
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_calls_in_a_wrong_order_are_refused_and_change_nothing(ranks: Ranks, stage: int) -> None:
+    expected = [f"update() {NOT_SUMMED}", f"norm() {NOT_SUMMED}", OPTIMIZER, f"reduce() {SUMMED}", f"reduce() {SUMMED}", OPTIMIZER]
+    for texts, (by_hand_steps, by_step) in ranks(2, calls_in_wrong_order, stage):
+        assert texts == expected * 2
+        assert by_hand_steps == by_step == pytest.approx([-0.1 * (2 + 2 * 1.9), -0.1 * (4 + 4 * 1.9)], rel=1e-6)
+
+
+def clipped_steps(max_norm: float | None) -> tuple[list[float], list[bool], float, tuple[int, int]]:
+    """Gradients of norm 2, none that is finite, 2: the norms, what was taken, the weight after SGD at 0.1, steps counted."""
+    mesh = init_mesh(device="cpu")
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(module.weight)
+    zero = Zero(module, mesh, stage=1, optimizer=functools.partial(torch.optim.SGD, lr=0.1), weight_decay=0.0)
+    found = []
+    for value in (1.0, math.nan if mesh.rank else 1.0, 1.0):
+        module(torch.tensor([value])).backward()
+        found.append(zero.step(max_norm))
+    mesh.close()
+    return [norm for norm, _ in found], [taken for _, taken in found], module.weight.item(), (zero.steps_taken, zero.steps_skipped)
+
+
+@pytest.mark.parametrize(("max_norm", "moved"), [(None, -0.4), (0.5, -0.1), (3.0, -0.4)])
+def test_a_step_clips_votes_and_forgets_the_gradients(ranks: Ranks, max_norm: float | None, moved: float) -> None:
+    for norms, taken, weight, counts in ranks(2, clipped_steps, max_norm):
+        assert norms[0] == norms[2] == 2.0 and math.isnan(norms[1])
+        assert taken == [True, False, True] and counts == (2, 1)
+        assert weight == pytest.approx(moved, rel=1e-5)
+
+
+def test_a_limit_that_is_none_is_refused(ranks: Ranks) -> None:
+    rule = "max_norm must be a finite number above 0. The default is max_norm=None, which switches clipping off"
+    assert ranks(1, refused_limits) == [[f"max_norm=0: {rule}", f"max_norm='1': {rule}"]]
+
+
+def refused_limits() -> list[str]:
+    mesh = init_mesh(device="cpu")
+    zero, texts = Zero(nn.Linear(3, 2), mesh, stage=1, optimizer=ADAMW, weight_decay=0.0), []
+    for limit in (0, "1"):
+        with pytest.raises(ConfigError) as caught:
+            zero.step(limit)  # type: ignore[arg-type]
+        texts.append(str(caught.value))
+    mesh.close()
+    return texts
+
+
+def written_later(stage: int) -> dict[str, torch.Tensor]:
+    """Two bf16 matrices after small steps of SGD, one of which got new values in the middle, as if loaded."""
+    mesh = init_mesh(device="cpu")
+    module = nn.ModuleDict({name: nn.Linear(16, 16, bias=False, dtype=torch.bfloat16) for name in ("kept", "loaded")})
+    for layer in module.values():
+        nn.init.ones_(layer.weight)
+    zero = Zero(module, mesh, stage=stage, optimizer=functools.partial(torch.optim.SGD, lr=1.0), weight_decay=0.0)
+    for step in range(4):
+        if step == 2:
+            module["loaded"].load_state_dict({"weight": torch.full((16, 16), 3.0)})
+        for layer in module.values():
+            layer.weight.main_grad.fill_(2.0**-10 / mesh.dp.size)  # too small for a bf16 weight of 1 or 3, not for four steps of 1
+        zero.step()
+    mesh.close()
+    return {name: layer.weight.detach().float() for name, layer in module.items()}
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_values_written_later_are_taken_over_and_no_others(ranks: Ranks, stage: int) -> None:
+    for found in ranks(3, written_later, stage):
+        assert (found["kept"] == 1 - 4 * 2.0**-10).all(), "the master kept what bf16 cannot hold"
+        assert (found["loaded"] == 3).all()
+
+
+def moved_later() -> list[str]:
+    mesh = init_mesh(device="cpu")
+    texts = []
+    for change in (lambda module: module.bfloat16(), lambda module: Zero(module, mesh, stage=1, optimizer=ADAMW, weight_decay=0.0)):
+        module = nn.Linear(3, 2)
+        zero = Zero(module, mesh, stage=1, optimizer=ADAMW, weight_decay=0.0)
+        other = change(module)
+        with pytest.raises(ConfigError) as caught:
+            zero.step()
+        texts.append(str(caught.value))
+        if isinstance(other, Zero):
+            other.step()
+    mesh.close()
+    return texts
+
+
+def test_parameters_that_left_the_buffers_are_refused(ranks: Ranks) -> None:
+    rule = (
+        "parameters stay in the flat buffers of the last Zero that was made for them. "
+        "Convert and move a module first, then make one Zero; write new values with copy_()"
+    )
+    assert ranks(1, moved_later) == [[f"a parameter of shape (2, 3) moved to other memory: {rule}"] * 2]
 
 
 def reduced_twice(stage: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
