@@ -6,6 +6,8 @@ import signal
 import sys
 from collections.abc import Iterator
 
+NEEDED = ("torch", "numpy", "safetensors", "rich")  # by every command
+
 
 @contextlib.contextmanager
 def ctrl_c_ends_at_once() -> Iterator[None]:
@@ -21,8 +23,14 @@ def ctrl_c_ends_at_once() -> Iterator[None]:
         signal.signal(signal.SIGINT, usual)
 
 
-with ctrl_c_ends_at_once():
-    from pymesh3d.cli import main
+try:
+    with ctrl_c_ends_at_once():
+        from pymesh3d.cli import main
+except ModuleNotFoundError as error:
+    if error.name not in NEEDED:
+        raise
+    print(f"pymesh3d: {error.name} is not installed. {sys.executable} -m pip install {' '.join(NEEDED)}", file=sys.stderr)
+    sys.exit(2)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,7 @@
 """What an installation contains, with a compiler and without one, and what a bare checkout can import."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from pymesh3d.__main__ import NEEDED
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "csrc", "pymesh3d", "triton_kernels", "bench")
@@ -81,3 +84,30 @@ def test_bare_checkout_imports_the_linked_folders(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == str(ROOT / "pymesh3d" / "triton_kernels" / "__init__.py"), done.stderr
+
+
+WITHOUT = """
+import runpy, sys
+missing = sys.argv.pop(1)
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name == missing:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Block())
+runpy.run_module("pymesh3d", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("missing", ["torch", "rich", "pymesh3d.commands"])
+def test_what_it_needs_and_is_not_there_is_named(missing: str) -> None:
+    """In one line, for every command; what is missing of our own is a fault, and has its traceback."""
+    dependencies = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    assert dependencies, "the package has some"
+    assert set(re.findall(r'^    "(\w+)', dependencies[1], re.MULTILINE)) == {*NEEDED, "triton"}
+    command = [sys.executable, "-c", WITHOUT, missing, "draw"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    if missing in NEEDED:
+        line = f"pymesh3d: {missing} is not installed. {sys.executable} -m pip install torch numpy safetensors rich\n"
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
+    else:
+        assert done.returncode == 1 and f"ModuleNotFoundError: No module named {missing!r}" in done.stderr
