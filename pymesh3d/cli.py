@@ -137,8 +137,8 @@ def _train(one: argparse.ArgumentParser) -> None:
         "--data",
         type=_name,
         metavar="PATH",
-        help="a text file or a folder of them (each byte is a token), or token ids in a .npy or .bin file "
-        "(default: the sources of Python's standard library)",
+        help="a text file or a folder of them (each byte is a token), or token ids in a .npy file of integers or a .bin file of uint16 "
+        "(uint32 if the vocabulary is above 65536), little-endian (default: the sources of Python's standard library)",
     )
     what.add_argument("--seq", type=int, metavar="N", default=defaults.seq, help="tokens in a sequence")
     what.add_argument("--global-batch-size", type=int, metavar="N", default=defaults.global_batch, help="sequences a step, over all ranks")
@@ -201,7 +201,8 @@ def _train(one: argparse.ArgumentParser) -> None:
         "--resume",
         type=_name,
         metavar="DIR",
-        help="go on from the newest checkpoint in DIR, with the same model, mesh, --dtype and --seed",
+        help="go on from the newest checkpoint in DIR, the folder given to --save. What must be as it was: --model, --data, --tp, --pp, "
+        "--dp, --seq, --global-batch-size, --zero-stage, --sequence-parallel, --dtype, --reduce-dtype, --seed; the rest may change",
     )
 
 

@@ -51,6 +51,9 @@ def require_same(directory: Path, about: Mapping[str, Any]) -> tuple[int, dict[s
     """The step of the newest checkpoint and its manifest, which must be `about` the same run. Raises CheckpointError."""
     given = f"resume={str(directory)!r}"
     step = newest(directory)
+    if step is None and (directory / MANIFEST).is_file():
+        rule = "it holds one step, and what is resumed is the newest step in a directory"
+        raise CheckpointError(given, rule, f"Use resume={str(directory.resolve().parent)!r}")
     if step is None:
         rule = "holds no complete checkpoint" if directory.is_dir() else "there is no such folder"
         raise CheckpointError(given, rule, "Give the directory that --save wrote to")

@@ -104,6 +104,10 @@ def test_where_nothing_is_or_can_be_read_is_refused(saved: Path) -> None:
             require_same(saved / name, ABOUT)
         assert str(caught.value) == f"resume={str(saved / name)!r}: {rule}. Give the directory that --save wrote to"
     folder = folder_of(saved, 2)
+    with pytest.raises(CheckpointError) as caught:
+        require_same(folder, ABOUT)
+    rule = "it holds one step, and what is resumed is the newest step in a directory"
+    assert str(caught.value) == f"resume={str(folder)!r}: {rule}. Use resume={str(saved)!r}"
     (folder / MANIFEST).write_text("[]")
     with pytest.raises(CheckpointError) as caught:
         require_same(saved, ABOUT)

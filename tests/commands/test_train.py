@@ -9,6 +9,7 @@ import io
 import json
 import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ import torch
 from safetensors.torch import load_file
 
 from pymesh3d.checkpoint.manifest import file_of, folder_of
+from pymesh3d.cli import parser
 from pymesh3d.commands import train
+from pymesh3d.commands.spelling import MODEL_FIELDS, option_of
 from pymesh3d.commands.train import Job
 from pymesh3d.config import Layout, ModelConfig, TrainConfig
 from pymesh3d.engine import Engine
@@ -244,6 +247,19 @@ def test_another_run_is_refused_by_what_differs(ranks: Ranks, text: str, tmp_pat
         assert str(caught.value) == f"resume={str(tmp_path)!r} with {said}"
     free = {"steps": 2, "lr": 0.5, "schedule": "gpipe", "micro_batch": 2, "recompute": "full", "max_norm": None, "weight_decay": 0.0}
     ranks(1, run, job(text, free, resume=str(tmp_path)))  # what may change does
+
+
+def test_the_help_of_resume_names_what_must_be_the_same(
+    text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        parser().parse_args(["train", "--help"])
+    said = capsys.readouterr().out
+    about = job(text).about(train.prepare(job(text)).corpus)
+    options = {"--data" if name == "corpus" else "--model" if name in MODEL_FIELDS else option_of(name) for name in about}
+    kept = re.search(r"What must be as it was: (.*); the rest may change", said)
+    assert kept and set(kept[1].split(", ")) == {option for option in options if f"  {option}" in said}
 
 
 @pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG\r\n\x1a\n"), ("svg", b"<?xml"), ("pdf", b"%PDF-")])
