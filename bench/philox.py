@@ -20,6 +20,15 @@ from ..triton_kernels import philox_fill_
 from . import report
 
 ROUNDS = 10
+COLUMNS = {
+    "elements": ("float32\nelements", ","),
+    "philox_ms": ("philox,\nms", ".3f"),
+    "torch_normal_ms": ("torch's\nnormal_, ms", ".3f"),
+    "floor_ms": ("only\nwriting, ms", ".3f"),
+    "philox_gb_s": ("philox,\nGB/s", ".2f"),
+    "floor_gb_s": ("only\nwriting, GB/s", ".2f"),
+    "of_torch": ("speed of philox,\ntorch = 1", ".2f"),
+}
 SIZES = {"cuda": (2**20, 2**24, 2**28), "cpu": (2**14, 2**18)}  # elements
 
 
@@ -63,7 +72,7 @@ def main(json_file: str | None = None) -> int:
     """Measures on the GPU where there is one, else on the CPU with small sizes; prints the table and writes `json_file`."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = [measure(device, elements) for elements in SIZES[device]]
-    rich.print(report.table(rows, title="normal fill, float32"))
+    rich.print(report.table(rows, COLUMNS, f"Filling a tensor with normal numbers on {device}"))
     if json_file is not None:
         report.write("philox", rows, Path(json_file))
     return 0

@@ -80,19 +80,21 @@ def write(name: str, rows: Sequence[Row], path: Path, **details: Any) -> None:
     path.write_text(json.dumps(record(name, rows, **details), indent=2) + "\n", encoding="utf-8")
 
 
-def table(rows: Sequence[Row], title: str | None = None) -> Table:
-    """The rows as a table to print: columns are the keys of all rows in order of appearance, numbers at the right."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    drawn = Table(title=title)
-    for column in columns:
-        numeric = all(isinstance(row.get(column), (int, float, type(None))) for row in rows)
-        drawn.add_column(column.replace("_", " "), overflow="fold", justify="right" if numeric else "left")
+def table(rows: Sequence[Row], columns: Mapping[str, tuple[str, str]], title: str) -> Table:
+    """The rows as a table to print. `columns`: the head of each key that is shown, in lines, and the format of its values (`.3f`).
+
+    A column in which no row has a value is left out.
+    """
+    shown = {key: column for key, column in columns.items() if any(row.get(key) is not None for row in rows)}
+    drawn = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    for head, _ in shown.values():
+        drawn.add_column(head, justify="right")
     for row in rows:
-        drawn.add_row(*(_cell(row.get(column)) for column in columns))
+        drawn.add_row(*(_cell(row.get(key), form) for key, (_, form) in shown.items()))
     return drawn
 
 
-def _cell(value: str | int | float | bool | None) -> str:
+def _cell(value: str | int | float | bool | None, form: str) -> str:
     if value is None:
         return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return ("yes" if value else "no") if isinstance(value, bool) else format(value, form)

@@ -16,12 +16,26 @@ import sys
 import tempfile
 from pathlib import Path
 
-import rich
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import report
 
 STEPS = 100
+COLUMNS = {
+    "tp": ("tp", ""),
+    "pp": ("pp", ""),
+    "dp": ("dp", ""),
+    "tokens_per_s": ("tokens/s", ",.0f"),
+    "mfu": ("MFU", ".1%"),
+    "memory_gib": ("GiB\na rank", ".2f"),
+    "loss_first": ("first\nloss", ".4f"),
+    "loss_last": ("last\nloss", ".4f"),
+    "largest_difference": ("largest\ndifference", ".1e"),
+    "mean_difference": ("mean\ndifference", ".1e"),
+    "within_bounds": ("in\nbounds", ""),
+}
 # Over 100 steps of the default job: the largest difference of one step's loss, and the mean difference.
 BOUNDS = {"float32": (1e-4, 2e-5), "bfloat16": (1.5e-1, 2e-2)}
 
@@ -55,8 +69,7 @@ def compare(
     """One row: speed and memory of a run, and its losses against the reference's. Raises RuntimeError for a loss that is not finite."""
     for line in lines:
         if line["loss"] is None or not math.isfinite(line["loss"]):  # a log says null, and nan would be within any bounds
-            name = " x ".join(f"{axis} {size}" for axis, size in layout.items())
-            raise RuntimeError(f"{name}: the loss of step {line['step']} is not finite, so there is nothing to compare")
+            raise RuntimeError(f"{_name(layout)}: the loss of step {line['step']} is not finite, so there is nothing to compare")
     steady = lines[len(lines) // 2 :]
     differences = [abs(line["loss"] - other["loss"]) for line, other in zip(lines, reference, strict=True)]
     return {
@@ -72,6 +85,10 @@ def compare(
     }
 
 
+def _name(layout: dict[str, int]) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in layout.items())
+
+
 def main(json_file: str | None = None, *, model: str = "tiny", steps: int = STEPS, options: tuple[str, ...] = ()) -> int:
     """Run all layouts, print the table, and write it with every loss to `json_file`. 1 if a row is outside its bounds, else 0."""
     on_gpu = torch.cuda.is_available()
@@ -81,13 +98,20 @@ def main(json_file: str | None = None, *, model: str = "tiny", steps: int = STEP
     rows: list[report.Row] = []
     curves: dict[str, list[float]] = {}
     reference: list[dict[str, float]] = []
-    for layout in layouts(world):
-        lines = run(layout, common)
-        reference = reference or lines
-        rows.append(compare(layout, lines, reference, BOUNDS[dtype]))
-        curves["x".join(map(str, layout.values()))] = [line["loss"] for line in lines]
-        rich.print(rows[-1])
-    rich.print(report.table(rows, f"{model}, {dtype}, {steps} steps; tp x pp x dp against one process"))
+    todo = layouts(world)
+    columns = (TextColumn("training {task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("layouts"), TimeElapsedColumn())
+    console = Console(highlight=False)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=len(todo))
+        for layout in todo:
+            bar.update(task, description=_name(layout))
+            lines = run(layout, common)
+            reference = reference or lines
+            rows.append(compare(layout, lines, reference, BOUNDS[dtype]))
+            curves["x".join(map(str, layout.values()))] = [line["loss"] for line in lines]
+            console.print(f"{_name(layout)}: loss from {lines[0]['loss']:.4f} to {lines[-1]['loss']:.4f}")
+            bar.advance(task)
+    console.print(report.table(rows, COLUMNS, f"{model}, {dtype}, {steps} steps; each layout against one process"))
     if json_file:
         report.write("train", rows, Path(json_file), options=common, bounds=BOUNDS[dtype], losses=curves)
     return 0 if all(row["within_bounds"] for row in rows) else 1

@@ -85,6 +85,9 @@ def test_all_layouts_are_compared_with_one_process(tmp_path: Path, monkeypatch: 
         [5e-6 * (layout["tp"] - 1) for layout in train.layouts(4)]
     )
     assert record["losses"]["4x1x1"] == pytest.approx([line["loss"] + 1.5e-5 for line in LINES]) and len(record["losses"]) == 10
-    assert "float32, 5 steps; tp x pp x dp against one process" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["tp 1 x pp 1 x dp 1: loss from 4.0000 to 0.0000", "tp 1 x pp 1 x dp 2: loss from 4.0000 to 0.0000"]
+    assert lines[10].strip() == "tiny, float32, 5 steps; each layout against one process"
+    assert lines[-1].split() == ["4", "1", "1", "400", "2.00", "4.0000", "0.0000", "1.5e-05", "1.5e-05", "yes"]
     monkeypatch.setitem(train.BOUNDS, "float32", (1e-4, 1e-6))
     assert train.main(steps=5) == 1
