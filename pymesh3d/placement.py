@@ -115,7 +115,7 @@ class Placement:
 
     @property
     def replicated(self) -> bool:
-        """Whether every rank of the axis holds the whole parameter."""
+        """Whether every rank of the axis holds the whole parameter, and all its padding: on an axis of one rank that is always so."""
         return all(part.count(self.ranks) == 1 for part in self.parts)
 
     def local_parts(self) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from pymesh3d.comm.collectives import gather_rows
 from pymesh3d.config import ModelConfig, TrainConfig
 from pymesh3d.engine import Engine, stage_layers
 from pymesh3d.mesh import Mesh
+from pymesh3d.placement import placement_of
 from pymesh3d.planner.model import parameters
 
 
@@ -67,6 +68,9 @@ class Progress:
             shown = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
             table.add_row(str(stage), shown, ", ".join(names), f"{int(held[ranks[0]]):,}")
         self.console.print(table)
+        padded = {part.rows for p in model.parameters() for part in placement_of(p).parts if part.rows > part.size}
+        if padded:
+            self.say(f"(a rank counts the rows of zeros that pad the vocabulary of {model.config.vocab} to {max(padded)})")
 
     @contextlib.contextmanager
     def steps(self, first: int, last: int, *, mfu: bool) -> Iterator[None]:
@@ -140,9 +144,9 @@ def draw_loss(losses: Sequence[float], first: int, path: str, title: str) -> Non
     steps = range(first, first + len(losses))
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
+    axes.plot(steps, smooth, color=strong, linewidth=2, zorder=3, label=f"mean of the last {window} steps")
     if window > 1:
         axes.plot(steps, losses, color=pale, linewidth=0.8, label="each step")
-    axes.plot(steps, smooth, color=strong, linewidth=2, label=f"mean of {window} steps")
     for place, offset in ((0, (8, 0)), (-1, (6, -4))):
         axes.annotate(
             f"{smooth[place]:.2f}", (steps[place], smooth[place]), xytext=offset, textcoords="offset points", color=strong, weight="bold"

@@ -134,12 +134,13 @@ def test_mesh_and_stages(ranks: Ranks) -> None:
     assert [row[:3] for row in rows] == [["0", "0-1", "embed, layers 0-1"], ["1", "2-3", "layers 2-3, norm, head"]]
     layer = 16 * (16 + 16) + 2 * 16 * 8 + 3 * 16 * 24
     norms, padded = 2 * 2 * 16, 20 * 16  # of two layers; 19 rows padded to 20
+    assert text.count("(a rank counts the rows of zeros that pad the vocabulary of 19 to 20)\n") == 1
     assert [int(row[3].replace(",", "")) for row in rows] == [layer + norms + padded // 2, layer + norms + padded // 2 + 16]
 
 
 def test_one_layer_a_stage(ranks: Ranks) -> None:
     text = ranks(2, shown, {"pp": 2}, dataclasses.replace(SMALL, layers=2))[0]
-    assert "embed, layer 0 " in text and "layer 1, norm, head" in text
+    assert "embed, layer 0 " in text and "layer 1, norm, head" in text and "pad" not in text
 
 
 @pytest.mark.parametrize("losses", [[3.0], [3.0, 2.0], [5.5 - 0.01 * n for n in range(300)], [math.nan, 2.0, math.inf, 1.0]])
