@@ -26,13 +26,12 @@ from pymesh3d.bench import train as bench_train
 from pymesh3d.commands import check, draw, env, train
 from pymesh3d.commands.files import require_writable
 from pymesh3d.commands.spelling import as_typed, fields_of, option_of
-from pymesh3d.config import MODELS, RECOMPUTE, SCHEDULES, Layout, ModelConfig, TrainConfig
+from pymesh3d.config import MODELS, RECOMPUTE, SCHEDULES, Layout, ModelConfig, TrainConfig, full_dtype, runs
 from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.launch import is_child, launch, watch_parent
 from pymesh3d.rendezvous import agent_store, world_size
 
 BENCHMARKS = {"philox": philox.main, "train": bench_train.main}
-SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64", "fp16": "float16"}
 RANKS_OF_A_CORE = 32  # at most: more than that is a slip of the pen
 NOT_YET = {  # option: what it can be, what it cannot be yet, and what to do instead
     "schedule": (SCHEDULES, "gpipe and 1f1b are here; interleaved and zero-bubble schedules are not available yet", "Use --schedule 1f1b"),
@@ -159,12 +158,15 @@ def _train(one: argparse.ArgumentParser) -> None:
     how.add_argument("--max-norm", type=float, metavar="X", default=defaults.max_norm, help="clip the gradient norm to this; 0: never clip")
     how.add_argument(
         "--dtype",
-        type=_dtype,
+        type=full_dtype,
         default=defaults.dtype,
         help="type of parameters and activations: float32 (fp32), bfloat16 (bf16) or float64 (fp64)",
     )
     how.add_argument(
-        "--reduce-dtype", type=_dtype, metavar="DTYPE", help="what gradients are rounded to when dp ranks exchange them (default: --dtype)"
+        "--reduce-dtype",
+        type=full_dtype,
+        metavar="DTYPE",
+        help="what gradients are rounded to when dp ranks exchange them (default: --dtype)",
     )
     how.add_argument(
         "--seed", type=int, metavar="N", default=defaults.seed, help="seed of the initial weights and of the order of the data"
@@ -218,10 +220,6 @@ def _name(text: str) -> str:
     return text
 
 
-def _dtype(name: str) -> str:
-    return SHORT_DTYPES.get(name.lower(), name.lower())
-
-
 def _require_gpu(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda", "torch sees no GPU here", "Use --device cpu")
@@ -244,9 +242,11 @@ def job_of(args: argparse.Namespace) -> train.Job:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     _require_gpu(device)
     given = vars(args)
+    model = ModelConfig.load(args.model)
+    training = TrainConfig(**{**fields_of(TrainConfig, given), "max_norm": args.max_norm or None})
     layout = Layout(**{**fields_of(Layout, given), "dp": (-1 if is_child() else 1) if args.dp is None else args.dp})
     if is_child():
-        layout = layout.resolve(world_size())
+        layout = layout.resolve(world_size(), lambda other: runs(model, other, training))
     elif layout.dp == -1:
         layout = layout.resolve(torch.cuda.device_count() if device == "cuda" else layout.tp * layout.pp)
     if not is_child():
@@ -254,9 +254,9 @@ def job_of(args: argparse.Namespace) -> train.Job:
     return train.Job(
         **{
             **fields_of(train.Job, given),
-            "model": ModelConfig.load(args.model),
+            "model": model,
             "layout": layout,
-            "train": TrainConfig(**{**fields_of(TrainConfig, given), "max_norm": args.max_norm or None}),
+            "train": training,
             "device": device,
         }
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,8 @@ class Layout:
         """The number of ranks."""
         return math.prod(self.sizes)
 
-    def resolve(self, world: int) -> Layout:
-        """The same layout with -1 replaced, checked against `world` ranks. Raises ConfigError."""
+    def resolve(self, world: int, fits: Callable[[Layout], bool] = lambda _: True) -> Layout:
+        """The same layout with -1 replaced, checked against `world` ranks. `fits`: what the error may suggest. Raises ConfigError."""
         require_positive("world", world)
         fixed = math.prod(size for size in self.sizes if size != -1)
         free = [axis for axis in AXES if getattr(self, axis) == -1]
@@ -95,15 +96,16 @@ class Layout:
             raise ConfigError(
                 f"world size {world} with {self}",
                 f"the axes multiply to {fixed}, which must {'divide' if free else 'equal'} the world size",
-                f"With {world} ranks {self._alternative(world)} fits",
+                f"With {world} ranks {other} fits" if (other := self._alternative(world, fits)) else f"Start {fixed} ranks",
             )
         return dataclasses.replace(self, **{free[0]: world // fixed}) if free else self
 
-    def _alternative(self, world: int) -> Layout:
-        """The nearest layout of `world` ranks: tp kept as large as divides, then pp, the rest dp."""
-        tp = max(d for d in divisors(world) if d <= max(self.tp, 1))
-        pp = max(d for d in divisors(world // tp) if d <= max(self.pp, 1))
-        return Layout(tp=tp, pp=pp, dp=world // tp // pp)
+    def _alternative(self, world: int, fits: Callable[[Layout], bool]) -> Layout | None:
+        """The nearest layout of `world` ranks that fits: tp like the one asked for, rather less than more, then pp, the rest dp."""
+        tp, pp = max(self.tp, 1), max(self.pp, 1)
+        layouts = [Layout(tp=t, pp=p, dp=world // t // p) for t in divisors(world) for p in divisors(world // t)]
+        layouts.sort(key=lambda one: (one.tp > tp, abs(one.tp - tp), one.pp > pp, abs(one.pp - pp)))
+        return next(filter(fits, layouts), None)
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES if axis != "cp" or self.cp != 1)
@@ -184,13 +186,30 @@ MODELS = {
 }
 
 DTYPES = ("float32", "bfloat16", "float64")
+SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64", "fp16": "float16"}
 SCHEDULES = ("gpipe", "1f1b")
 RECOMPUTE = ("none", "full")
 
 
+def full_dtype(dtype: object) -> str:
+    """The name of a dtype that is given as torch's own, in short, or in other letters: `bfloat16` for "bf16"."""
+    name = str(dtype).removeprefix("torch.").lower()
+    return SHORT_DTYPES.get(name, name)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How a model is trained on a layout: everything but the model, the mesh and the data."""
+    """How a model is trained on a layout: everything but the model, the mesh and the data. Raises ConfigError.
+
+    `seq`: tokens in a sequence. `global_batch`: sequences of a step, over all ranks; `micro_batch`: those that a rank computes at once.
+    `steps`: how many `pymesh3d train` takes. `schedule`, one of `SCHEDULES`: the order of the pipeline's forwards and backwards.
+    `zero_stage` 0: each dp rank holds all of the optimizer's state, 1: each a share. `sequence_parallel`: between the matrix products
+    each tp rank holds the activations of a part of the sequence. `recompute` "full": keep only the input of each layer, and compute it
+    again in backward. `compile`: compile each layer. `lr`, `weight_decay` (of matrices only), `betas`, `eps`: AdamW's. `max_norm`: what
+    the gradient norm is clipped to (None: never). `dtype`, one of `DTYPES`: of parameters and activations; master weights are float32
+    at least. `reduce_dtype`: what gradients are rounded to when dp ranks exchange them (None: `dtype`). `seed`: of the initial weights
+    and of the order of the data. `vocab_multiple`: the vocabulary is padded to a multiple of tp times this.
+    """
 
     seq: int = 128
     global_batch: int = 16
@@ -217,10 +236,9 @@ class TrainConfig:
         self._one_of("schedule", SCHEDULES)
         self._one_of("zero_stage", (0, 1))
         self._one_of("recompute", RECOMPUTE)
-        if self.dtype == "float16":
-            raise ConfigError(
-                "dtype='float16'", "fp16 needs loss scaling, which this package leaves out", "Use bfloat16: same size, no scaling"
-            )
+        if full_dtype(self.dtype) == "float16":
+            rule = "fp16 needs loss scaling, which this package leaves out"
+            raise ConfigError(f"dtype={self.dtype!r}", rule, "Use dtype='bfloat16': same size, no scaling")
         self._one_of("dtype", DTYPES)
         if self.reduce_dtype is not None:
             self._one_of("reduce_dtype", DTYPES, default=self.dtype)
@@ -238,10 +256,11 @@ class TrainConfig:
     def _one_of(self, name: str, allowed: tuple[Any, ...], default: Any = None) -> None:
         value = getattr(self, name)
         if (type(value), value) not in [(type(one), one) for one in allowed]:
+            meant = full_dtype(value)
             raise ConfigError(
                 f"{name}={value!r}",
                 f"{name} must be one of {', '.join(map(str, allowed))}",
-                f"The default is {default or _default(self, name)}",
+                f"Use {name}={meant!r}" if meant in allowed else f"The default is {default or _default(self, name)}",
             )
 
 
@@ -278,3 +297,12 @@ def validate(model: ModelConfig, layout: Layout, train: TrainConfig) -> None:
             "dp must divide global_batch, so that no dp rank has more to do",
             f"Use global_batch={rounded}",
         )
+
+
+def runs(model: ModelConfig, layout: Layout, train: TrainConfig) -> bool:
+    """Whether a combination can run."""
+    try:
+        validate(model, layout, train)
+    except ConfigError:
+        return False
+    return True

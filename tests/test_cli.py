@@ -101,7 +101,7 @@ REFUSALS = {
     "train --micro-batch-size 0": "--micro-batch-size 0: --micro-batch-size must be .* Try --micro-batch-size 1 or more",
     "train --tp 2 --sequence-parallel --seq 7": "--seq 7, --tp 2, --sequence-parallel: .* Use --seq 8, or no --sequence-parallel",
     "train --model nope": ".*nope.* neither a known name nor a file. ",
-    "train --dtype fp16": "--dtype float16: fp16 needs loss scaling, .* Use bfloat16",
+    "train --dtype fp16": "--dtype float16: fp16 needs loss scaling, .* Use --dtype bfloat16: same",
     "train --schedule zb": "--schedule zb: gpipe and 1f1b are here; .* zero-bubble schedules are not available yet. Use --schedule 1f1b",
     "train --zero-stage 3": "--zero-stage 3: 0 and 1 are here; 2 and 3 are not available yet. Use --zero-stage 1, and ",
     "train --device cuda": "--device cuda: torch sees no GPU here. Use --device cpu",
@@ -277,18 +277,21 @@ def free_port() -> str:
 
 
 def test_under_torchrun_what_cannot_run_or_meet_ends_with_a_word() -> None:
-    """A world that does not fit, nonsense in torchrun's variables, a port in use, and a rank that never comes; all at once."""
+    """Worlds that do not fit, nonsense in torchrun's variables, a port in use, and a rank that never comes; all at once."""
     agent = loopback_store()
     with socket.create_server((LOOPBACK, 0)) as taken:
         meeting = {"LOCAL_RANK": "0", "RANK": "0", "MASTER_ADDR": LOOPBACK}
         busy = command("train", "--tp", "2", "--timeout", "5", *SMALL, WORLD_SIZE="2", **meeting, MASTER_PORT=str(taken.getsockname()[1]))
         lonely = command("train", "--tp", "2", "--timeout", "2", *SMALL, WORLD_SIZE="2", **meeting, MASTER_PORT=free_port())
         joined = {"WORLD_SIZE": "6", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(agent.port)}
+        odd = command("train", "--tp", "2", *SMALL, RANK="0", WORLD_SIZE="3")
         misfits = [command("train", "--tp", "4", *SMALL, RANK=rank, **joined) for rank in ("0", "1")]
         nonsense = command("train", *SMALL, RANK="0", WORLD_SIZE="six")
         silent, (status, out, err) = sorted(ended(misfit, 60) for misfit in misfits)
         assert silent == (2, "", "") and (status, out) == (2, ""), "one speaks for both"
         assert re.fullmatch(r"\[rank [01]\] pymesh3d: world size 6 with pp 1 x dp -1 x tp 4: the axes multiply to 4, which .*\n", err)
+        status, out, err = ended(odd, 60)
+        assert (status, out) == (2, "") and err.endswith("must divide the world size. With 3 ranks pp 3 x dp 1 x tp 1 fits\n"), err
         status, out, err = ended(nonsense, 60)
         assert (status, out) == (2, "") and err.startswith("[rank 0] pymesh3d: WORLD_SIZE='six': the environment variable must be")
         status, _, err = ended(lonely, 60)

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pymesh3d.config import AXES, MODELS, Layout, ModelConfig, TrainConfig, divisors, validate
+from pymesh3d.config import AXES, MODELS, Layout, ModelConfig, TrainConfig, divisors, runs, validate
 from pymesh3d.errors import ConfigError
 from pymesh3d.mesh import init_mesh
 
@@ -33,6 +34,11 @@ BAD: dict[str, tuple[Callable[[], object], list[str], Callable[[], object]]] = {
         lambda: Layout(tp=4, dp=-1).resolve(6),
         ["world size 6", "multiply to 4", "must divide", "pp 1 x dp 2 x tp 3"],
         lambda: Layout(pp=1, dp=2, tp=3).resolve(6),
+    ),
+    "world with no such layout": (
+        lambda: Layout(tp=2, dp=-1).resolve(7, lambda layout: runs(ModelConfig(), layout, TrainConfig())),
+        ["world size 7", "Start 2 ranks"],
+        lambda: validate(ModelConfig(), Layout(tp=2, dp=-1).resolve(2), TrainConfig()),
     ),
     "two free axes": (lambda: Layout(tp=-1, dp=-1), ["dp=-1 and tp=-1", "at most one"], lambda: Layout(tp=-1, dp=1).resolve(6)),
     "axis size": (lambda: Layout(pp=0), ["pp=0", "positive", "pp=1"], lambda: Layout(pp=1)),
@@ -87,6 +93,13 @@ BAD: dict[str, tuple[Callable[[], object], list[str], Callable[[], object]]] = {
         lambda: [TrainConfig(schedule="gpipe"), TrainConfig(schedule="1f1b")],
     ),
     "float16": (lambda: TrainConfig(dtype="float16"), ["float16", "loss scaling", "bfloat16"], lambda: TrainConfig(dtype="bfloat16")),
+    "dtype in short": (lambda: TrainConfig(dtype="bf16"), ["dtype='bf16'", "Use dtype='bfloat16'"], lambda: TrainConfig(dtype="bfloat16")),
+    "dtype of torch": (
+        lambda: TrainConfig(dtype=torch.float64),  # type: ignore[arg-type]
+        ["dtype=torch.float64", "Use dtype='float64'"],
+        lambda: TrainConfig(dtype="float64"),
+    ),
+    "float16 in short": (lambda: TrainConfig(dtype="fp16"), ["fp16", "loss scaling"], lambda: TrainConfig(dtype="bfloat16")),
     "dtype": (lambda: TrainConfig(dtype="int8"), ["dtype='int8'", "bfloat16", "default is float32"], lambda: TrainConfig(dtype="float32")),
     "reduce dtype": (
         lambda: TrainConfig(reduce_dtype="float16"),
@@ -154,6 +167,7 @@ def test_a_layout_multiplies_to_the_world_or_names_one_that_does(world: int, pp:
         words = error.instead.removesuffix(" fits").split()
         named = {axis: int(words[words.index(axis) + 1]) for axis in AXES if axis in words}
         assert Layout(**named).resolve(world).world == world
+        assert named["tp"] == max(d for d in divisors(world) if d <= tp)
     else:
         assert layout.world == world and (layout.pp, layout.tp) == (pp, tp) and dp in (-1, layout.dp)
 
