@@ -328,6 +328,9 @@ def _parts(rows: int, parts: Sequence[int | Part] | None, heads: int | None, mul
         raise ConfigError(
             "parts together with heads or vocab_multiple", "heads belong into the parts", "Use parts=(Part(size=..., heads=...), ...)"
         )
+    if parts is not None and (isinstance(parts, str) or not isinstance(parts, Sequence) or not parts):
+        rule = "parts are a sequence of numbers of rows, or of Parts"
+        raise ConfigError(f"parts={parts!r}", rule, f"Use parts=({rows},), or as many that add up to {rows}")
     if multiple is not None:
         require_positive("vocab_multiple", multiple)
     if parts is None:

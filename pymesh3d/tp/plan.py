@@ -20,7 +20,11 @@ from pymesh3d.tp.layers import ColumnParallelLinear, RowParallelLinear, VocabPar
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Column:
-    """An nn.Linear whose output features are cut (see ColumnParallelLinear)."""
+    """An nn.Linear whose output features are cut: the first of a pair, or a head (see ColumnParallelLinear).
+
+    `parts`: sizes, or `Part`s with heads, of a fused weight. `heads`: units that stay whole. `gather_output`: the output is whole
+    again on every rank. `vocab_multiple`: pad the output features to a multiple of tp times this.
+    """
 
     parts: Sequence[int | Part] | None = None
     heads: int | None = None
@@ -30,21 +34,27 @@ class Column:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """An nn.Linear whose input features are cut (see RowParallelLinear)."""
+    """An nn.Linear whose input features are cut: the second of a pair, which takes what a `Column` gives (see RowParallelLinear).
+
+    `input_is_parallel=False`: the input is whole on every rank.
+    """
 
     input_is_parallel: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Vocab:
-    """An nn.Embedding whose rows are cut (see VocabParallelEmbedding)."""
+    """An nn.Embedding whose rows are cut, padded to a multiple of tp times `vocab_multiple` (see VocabParallelEmbedding)."""
 
     vocab_multiple: int = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Norm:
-    """A module kept whole that works on the sequence-parallel activations: its gradients are summed over tp."""
+    """A module that stays whole and, with sequence_parallel, sees a rank's tokens only: then its gradients are summed over tp.
+
+    Without sequence_parallel it changes nothing.
+    """
 
 
 Style = Column | Row | Vocab | Norm
@@ -55,7 +65,8 @@ def parallelize_module(
 ) -> nn.Module:
     """Replace submodules in place by their parallel forms and return the module.
 
-    `plan` maps patterns of module names (`layers.*.attention.qkv`) to styles; the first that matches counts. What no pattern
+    `plan` maps patterns of module names (`layers.*.attention.qkv`) to styles (`Column`, `Row`, `Vocab`, `Norm`, all of
+    `pymesh3d.tp.plan`); the first that matches counts, and `*` matches the module itself too, whose name is empty. What no pattern
     names stays whole and is expected to compute the same on every rank. All values are those of the first tp rank, and with a
     Mesh those of its first rank. Weights that are used in several places stay shared. Afterwards each parameter
     carries its `placement`, with its full name.
@@ -68,14 +79,17 @@ def parallelize_module(
     replaced: dict[int, nn.Parameter] = {}  # parameters by the identity of the one they replace: ties survive
     modules = list(module.named_modules(remove_duplicate=False))  # keeps all alive, so that no identity is used twice
     for name, child in modules:
-        style = next((style for pattern, style in plan.items() if fnmatchcase(name, pattern)), None)
-        if style is None:
+        pattern = next((pattern for pattern in plan if fnmatchcase(name, pattern)), None)
+        if pattern is None:
             continue
+        style = plan[pattern]
         if isinstance(style, Norm):
             for parameter in child.parameters():
                 place(parameter, Placement(shape=tuple(parameter.shape), ranks=axis.size, partial=sequence_parallel))
             continue
-        new = _parallel(name, child, style, mesh, sequence_parallel)
+        new = _parallel(child, style, mesh, sequence_parallel) if name else None
+        if new is None:
+            raise _unfit(pattern, style, name, modules)
         for own, old in child.named_parameters(recurse=False):
             shared = replaced.setdefault(id(old), getattr(new, own))
             if _cut(shared) != _cut(getattr(new, own)):
@@ -116,30 +130,44 @@ def name_parameters(module: nn.Module) -> None:
 
 
 def _require_matches(module: nn.Module, plan: Mapping[str, Style]) -> None:
-    names = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
+    names = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    if not isinstance(plan, Mapping):
+        rule = "a plan maps patterns of module names to styles"
+        raise ConfigError(f"plan={plan!r}", rule, f"Use a dict, {{{names[-1]!r}: Norm()}}, or with Column(), Row(), Vocab() where they fit")
     for pattern, style in plan.items():
+        if not isinstance(pattern, str):
+            raise ConfigError(f"pattern {pattern!r} in the plan", "names of modules are text", f"Use {str(pattern)!r}")
         if not isinstance(style, Style):
             raise ConfigError(f"{pattern!r}: {style!r} in the plan", "it is no style", "Use Column(), Row(), Vocab() or Norm()")
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ConfigError(
-                f"pattern {pattern!r} in the plan",
-                "matches no module",
-                f"Modules are {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}",
-            )
+            raise ConfigError(f"pattern {pattern!r} in the plan", "matches no module", f"Modules are {_listed(names) or 'none'}")
 
 
-def _parallel(name: str, child: nn.Module, style: Style, mesh: Mesh | DeviceMesh | Axis, sequence_parallel: bool) -> nn.Module:
+def _parallel(child: nn.Module, style: Style, mesh: Mesh | DeviceMesh | Axis, sequence_parallel: bool) -> nn.Module | None:
+    """The parallel form of a module; None where the style does not fit it."""
     if isinstance(style, Column) and isinstance(child, nn.Linear):
         return ColumnParallelLinear.from_linear(child, sequence_parallel=sequence_parallel, mesh=mesh, **_fields(style))
     if isinstance(style, Row) and isinstance(child, nn.Linear):
         return RowParallelLinear.from_linear(child, sequence_parallel=sequence_parallel, mesh=mesh, **_fields(style))
     if isinstance(style, Vocab) and isinstance(child, nn.Embedding):
         return VocabParallelEmbedding.from_embedding(child, sequence_parallel, mesh=mesh, vocab_multiple=style.vocab_multiple)
-    raise ConfigError(
-        f"{type(style).__name__} for {name}",
-        f"it is a {type(child).__name__}",
-        "Column and Row fit nn.Linear, Vocab fits nn.Embedding, Norm anything",
+    return None
+
+
+def _unfit(pattern: str, style: Style, name: str, modules: Sequence[tuple[str, nn.Module]]) -> ConfigError:
+    kind = nn.Embedding if isinstance(style, Vocab) else nn.Linear
+    which = f"{name!r} ({type(dict(modules)[name]).__name__})" if name else "the module itself, which cannot be replaced in place"
+    fitting = _listed([inner for inner, child in modules if isinstance(child, kind)])
+    return ConfigError(
+        f"{pattern!r}: {type(style).__name__} in the plan",
+        f"it matches {which}, and {type(style).__name__} is for nn.{kind.__name__} inside the module",
+        f"Those are {fitting}" if fitting else "There is none; Norm fits any module",
     )
+
+
+def _listed(names: Sequence[str]) -> str:
+    inside = [name for name in names if name]
+    return f"{', '.join(inside[:20])}{', ...' if len(inside) > 20 else ''}"
 
 
 def _fields(style: Column | Row) -> dict[str, Any]:

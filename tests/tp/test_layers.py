@@ -197,6 +197,10 @@ def refusals() -> list[str]:
         lambda: ColumnParallelLinear(4, 12, parts=(6, 6), heads=2, mesh=mesh),
         lambda: ColumnParallelLinear(4, 12, parts=(6, 6), gather_output=True, mesh=mesh),
         lambda: ColumnParallelLinear(4, 12, heads=1, gather_output=True, mesh=mesh),
+        lambda: ColumnParallelLinear(4, 10, parts=(Part(size=10, heads=3),), mesh=mesh),
+        lambda: ColumnParallelLinear(4, 12, parts="qkv", mesh=mesh),  # type: ignore[arg-type]
+        lambda: ColumnParallelLinear(4, 12, parts=12, mesh=mesh),  # type: ignore[arg-type]
+        lambda: ColumnParallelLinear(4, 12, parts=(), mesh=mesh),
         lambda: ColumnParallelLinear(4, 12, vocab_multiple=0, mesh=mesh),
         lambda: ColumnParallelLinear(0, 12, mesh=mesh),
         lambda: RowParallelLinear(12, 4.0, mesh=mesh),  # type: ignore[arg-type]
@@ -235,6 +239,11 @@ def test_what_tp_does_not_divide_is_refused_at_construction(ranks: Ranks) -> Non
         "parts together with heads or vocab_multiple: heads belong into the parts. Use parts=(Part(size=..., heads=...), ...)",
         "gather_output=True with several parts or replicated heads: the gathered order would not be the layer's. Gather each part",
         "gather_output=True with several parts or replicated heads: the gathered order would not be the layer's. Gather each part",
+        "out_features=10 of 10 rows in 3 heads: the heads must divide the rows. There can be one of [1, 2, 5, 10]",
+        *(
+            f"parts={given}: parts are a sequence of numbers of rows, or of Parts. Use parts=(12,), or as many that add up to 12"
+            for given in ("'qkv'", "12", "()")
+        ),
         "vocab_multiple=0: vocab_multiple must be a positive integer. Try vocab_multiple=1 or more",
         "in_features=0: in_features must be a positive integer. Try in_features=1 or more",
         "out_features=4.0: out_features must be a positive integer. Try out_features=1 or more",

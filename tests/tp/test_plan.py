@@ -239,25 +239,43 @@ def mistakes() -> list[str]:
         {"blocks": Column()},
         {"blocks.0.0": Column(heads=3)},
         {"blocks.0.0": None},
+        {"*": Column()},
+        {0: Column()},
+        [Column(), Row()],
+        None,
     ):
         with pytest.raises(ConfigError) as refused:
             parallelize_module(Mine(), mesh, wrong)  # type: ignore[arg-type]
+        texts.append(str(refused.value))
+    for wrong in ({"": Column()}, {"x": Column()}):
+        with pytest.raises(ConfigError) as refused:
+            parallelize_module(nn.Linear(2, 2), mesh, wrong)
         texts.append(str(refused.value))
     mesh.close()
     return texts
 
 
 def test_mistakes_in_a_plan_are_named(ranks: Ranks) -> None:
-    fits = "Column and Row fit nn.Linear, Vocab fits nn.Embedding, Norm anything"
     names = "table, norm, blocks, blocks.0, blocks.0.0, blocks.0.1, blocks.0.2, blocks.1, blocks.1.0, blocks.1.1, blocks.1.2, head"
+    linear = "nn.Linear inside the module. Those are blocks.0.0, blocks.0.2, blocks.1.0, blocks.1.2, head"
+    own = "it matches the module itself, which cannot be replaced in place, and Column is for nn.Linear inside the module"
+    no_plan = (
+        "a plan maps patterns of module names to styles. Use a dict, {'head': Norm()}, or with Column(), Row(), Vocab() where they fit"
+    )
     expected = [
         f"pattern 'blocks.*.1.up' in the plan: matches no module. Modules are {names}",
-        f"Column for table: it is a Embedding. {fits}",
-        f"Vocab for head: it is a Linear. {fits}",
-        f"Row for norm: it is a LayerNorm. {fits}",
-        f"Column for blocks: it is a ModuleList. {fits}",
+        f"'table': Column in the plan: it matches 'table' (Embedding), and Column is for {linear}",
+        "'head': Vocab in the plan: it matches 'head' (Linear), and Vocab is for nn.Embedding inside the module. Those are table",
+        f"'norm': Row in the plan: it matches 'norm' (LayerNorm), and Row is for {linear}",
+        f"'blocks': Column in the plan: it matches 'blocks' (ModuleList), and Column is for {linear}",
         "out_features=32 of 32 rows in 3 heads: the heads must divide the rows. There can be one of [1, 2, 4, 8, 16, 32]",
         "'blocks.0.0': None in the plan: it is no style. Use Column(), Row(), Vocab() or Norm()",
+        f"'*': Column in the plan: {own}{linear.removeprefix('nn.Linear inside the module')}",
+        "pattern 0 in the plan: names of modules are text. Use '0'",
+        f"plan={[Column(), Row()]!r}: {no_plan}",
+        f"plan=None: {no_plan}",
+        f"'': Column in the plan: {own}. There is none; Norm fits any module",
+        "pattern 'x' in the plan: matches no module. Modules are none",
     ]
     assert ranks(2, mistakes) == [expected] * 2
 
