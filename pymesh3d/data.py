@@ -72,7 +72,9 @@ def _library() -> tuple[Array, str]:
                 size -= len(parts.pop())
                 break
     if not parts:
-        raise DataError("the sources of the Python standard library", f"there are none in {root}", "Give a text of your own with --data")
+        raise DataError(
+            "the sources of the Python standard library", f"there are none in {str(root)!r}", "Give a text of your own with --data"
+        )
     return np.frombuffer(b"".join(parts), np.uint8), "bytes of the Python standard library"
 
 
@@ -94,7 +96,8 @@ def _read(path: Path, given: str, vocab: int) -> tuple[Array, str]:
         parts = [content for file in _files(path, set()) if b"\0" not in (content := file.read_bytes())[:SNIFFED]]
         if not any(parts):
             raise DataError(given, "the folder holds no text files", FORMS)
-        return np.frombuffer(b"".join(parts), np.uint8), f"bytes of {sum(map(bool, parts))} files in {path.name or path}"
+        count = sum(map(bool, parts))
+        return np.frombuffer(b"".join(parts), np.uint8), f"bytes of {count} file{'s' * (count != 1)} in {path.name or path}"
     if not path.is_file():
         raise DataError(given, "it is neither a file nor a folder, and what comes through a pipe or a device comes once only", FORMS)
     if size == 0:
@@ -153,6 +156,12 @@ class Batches:
     """
 
     def __init__(self, corpus: Corpus, seq: int, global_batch: int, seed: int) -> None:
+        if not isinstance(corpus, Corpus):
+            raise ConfigError(
+                f"corpus={corpus!r:.60}",
+                "it must be a Corpus",
+                "Make one with load_corpus(None, vocab=256, seq=128), or with a path for None",
+            )
         require_positive("seq", seq)
         require_positive("global_batch", global_batch)
         require_seed(seed)
@@ -163,7 +172,7 @@ class Batches:
             windows = f"{self.windows} window{'s' * (self.windows != 1)}"
             raise DataError(
                 f"global_batch={global_batch}, seq={seq}",
-                f"the corpus ({corpus.description}) has only {windows} of {seq} + 1 tokens, fewer than one global batch",
+                f"the corpus {corpus.description!r} has only {windows} of {seq} + 1 tokens, fewer than one global batch",
                 f"Use {smaller}or more text",
             )
         self.corpus = corpus

@@ -124,6 +124,7 @@ REFUSALS = {
     "train --data=": "argument --data: the name is empty; give one, or leave the option out. See pymesh3d train --help",
     "train --data {tmp}/short.txt": "--data {tmp}/short.txt, --seq 128: its 60 tokens are fewer .* Use more text, or --seq 59 or less",
     "train --data {tmp}/short.txt --seq 32": "--global-batch-size 16, --seq 32: .* 1 window .* --global-batch-size 1 or less, --seq 3 or",
+    "train --data {tmp}/seq=8.txt --seq 8": "--global-batch-size 16, --seq 8: the corpus '60 bytes of seq=8.txt' has only 7 windows of ",
     "train --data {tmp}/ids.npy": '--data {tmp}/ids.npy, "vocab": 256: .* the id 999, .* Use "vocab": 1000 or more (names in quotes ',
     "train --out {tmp}/no/loss.png": "--out {tmp}/no/loss.png: there is no such folder. mkdir -p {tmp}/no",
     "train --out {tmp}/x.unknown": "--out {tmp}/x.unknown: the end of its name picks the format, .*png, .* Use --out picture.png",
@@ -156,6 +157,7 @@ def test_what_cannot_run_is_refused_in_one_line(
 ) -> None:
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("x" * 60)
+    (tmp_path / "seq=8.txt").write_text("x" * 60)
     (tmp_path / "tied.json").write_text('{"tied": true}')
     (tmp_path / "wide.json").write_text('{"dim": 2000, "heads": 1000, "kv_heads": 1000, "ffn": 1000}')
     np.save(tmp_path / "ids.npy", np.array([999] + [1] * 10_000))

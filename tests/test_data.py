@@ -48,6 +48,8 @@ def test_text_file_is_its_bytes(tmp_path):
 
 
 def test_folder_is_its_text_files_by_name(tmp_path):
+    (tmp_path / "b.md").write_bytes(b"alone")
+    assert load_corpus(str(tmp_path), 256, 4).description == f"5 bytes of 1 file in {tmp_path.name}"
     files = {"b.md": b"two", "a.txt": b"one", "z.png": b"\x89PNG\0", ".git/x": b"no", ".hidden": b"no"}
     files |= {f"sub{number}/c": bytes([48 + number]) for number in (3, 1, 4, 2, 5)}
     for name, content in files.items():
@@ -257,3 +259,9 @@ def test_a_corpus_is_for_a_vocabulary_and_a_length():
 def test_needs_no_torch():
     code = "import sys; import pymesh3d.data; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, timeout=60, check=False).returncode == 0
+
+
+def test_batches_are_made_from_a_corpus():
+    with pytest.raises(ConfigError, match=r"^corpus='text': it must be a Corpus\. Make one with load_corpus\(None, vocab=256, seq=128\)"):
+        Batches("text", 8, 2, 0)
+    Batches(load_corpus(None, vocab=256, seq=128), 8, 2, 0)
