@@ -23,7 +23,8 @@ def vocab_parallel_cross_entropy(
 ) -> torch.Tensor:
     """F.cross_entropy(all_gather(logits)[..., :vocab], target, ...) without gathering: logits [..., V/tp], target [...].
 
-    `vocab` is the number of real entries when the logits are padded. Smoothing follows torch (mass over all V entries). The
+    The vocabulary is the last dim (torch has the classes in dim 1), targets are ids and no probabilities, and there are no weights
+    of classes. `vocab` is the number of real entries when the logits are padded. Smoothing follows torch (mass over all V entries). The
     result is the same on every rank. One difference: with every target ignored, "mean" is 0 instead of NaN.
     Raises ConfigError on an unknown reduction, on shapes that do not match, and (on CPU) on a target outside the vocabulary.
     """
