@@ -40,6 +40,10 @@ class Axis:
         """Number of ranks along the axis."""
         return len(self.ranks)
 
+    def __deepcopy__(self, memo: object) -> Axis:
+        """Itself: what is copied talks to the same ranks, and a process group cannot be copied."""
+        return self
+
     @staticmethod
     def of(name: str, line: DeviceMesh) -> Axis:
         """The axis that a one-dimensional DeviceMesh stands for."""

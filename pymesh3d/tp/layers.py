@@ -6,8 +6,11 @@ pymesh3d Mesh, or a torch DeviceMesh that has one dim or one called "tp". `Part`
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,6 +61,21 @@ class _Sharded(nn.Module):
         self.axis = tp_axis(mesh)
         self.sequence_parallel = sequence_parallel
         self._default_device = mesh.device if isinstance(mesh, Mesh) else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Sharded:
+        """A copy on the same axis, of which each parameter has its placement too (torch copies no attributes). Raises ConfigError."""
+        if self.sequence_parallel and self.axis.size > 1:  # a copied norm would not know that its gradients are summed over tp
+            raise ConfigError(
+                f"copy.deepcopy of a {type(self).__name__}({self.extra_repr()})",
+                "a model with sequence_parallel=True cannot be copied so",
+                "Make another in the same way, and use its load_state_dict(model.state_dict())",
+            )
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        for own, parameter in zip(copied.parameters(recurse=False), self.parameters(recurse=False), strict=True):
+            place(own, dataclasses.replace(placement_of(parameter), zero=None))
+        return copied
 
     def _parameter(self, placement: Placement, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Parameter:
         parameter = nn.Parameter(torch.empty(placement.local_shape(), device=device or self._default_device, dtype=dtype))

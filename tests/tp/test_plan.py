@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 from collections.abc import Callable
@@ -303,3 +304,35 @@ def replaced() -> None:
 
 def test_what_is_replaced_and_what_stays(ranks: Ranks) -> None:
     ranks(2, replaced)
+
+
+def copied() -> list[object]:
+    """A copy trained in place of its original goes the same way, and neither sees what happens to the other."""
+    mesh = init_mesh(tp=2, dp=1, device="cpu")
+    module = parallelize_module(seeded(7), mesh, plan())
+    before, first, kept = hashes(module), copy.deepcopy(module), copy.deepcopy(module)
+    assert first.head.weight is first.table.weight and first.head.axis is mesh.tp
+    norms = []
+    for one in (module, first):
+        zero = Zero(one, mesh, stage=1, optimizer=torch.optim.AdamW, weight_decay=0.1)
+        ids, target = batch()
+        vocab_parallel_cross_entropy(one(ids).flatten(0, 1), target.flatten(), mesh=mesh, vocab=V).backward()
+        norms.append(zero.step())
+    average = copy.deepcopy(module)  # now a part of the flat buffers
+    assert norms[0] == norms[1] and hashes(module) == hashes(first) == hashes(average) and hashes(kept) == before != hashes(module)
+    assert all(placement_of(p).zero is None for p in average.parameters())
+    parallel = parallelize_module(seeded(7), mesh, plan(), sequence_parallel=True)
+    with pytest.raises(ConfigError) as refused:
+        copy.deepcopy(parallel)
+    other = parallelize_module(seeded(8), mesh, plan(), sequence_parallel=True)
+    other.load_state_dict(parallel.state_dict())
+    trained_names = [name for name, _ in other.named_parameters()]
+    assert [hashes(other)[name] for name in trained_names] == [hashes(parallel)[name] for name in trained_names]
+    mesh.close()
+    return [str(refused.value)]
+
+
+def test_a_copy_is_a_model_like_its_original(ranks: Ranks) -> None:
+    said = "copy.deepcopy of a VocabParallelEmbedding(19, 8, tp=2, sequence_parallel=True): a model with sequence_parallel=True cannot be "
+    said += "copied so. Make another in the same way, and use its load_state_dict(model.state_dict())"
+    assert ranks(2, copied) == [[said]] * 2
