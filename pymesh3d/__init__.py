@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pymesh3d.comm.whole import whole_parameters as whole_parameters
+    from pymesh3d.comm.whole import whole_state_dict as whole_state_dict
     from pymesh3d.config import Layout as Layout
     from pymesh3d.config import ModelConfig as ModelConfig
     from pymesh3d.config import TrainConfig as TrainConfig
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from pymesh3d.tp.layers import RowParallelLinear as RowParallelLinear
     from pymesh3d.tp.layers import VocabParallelEmbedding as VocabParallelEmbedding
     from pymesh3d.tp.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+    from pymesh3d.tp.plan import Column as Column
+    from pymesh3d.tp.plan import Norm as Norm
+    from pymesh3d.tp.plan import Row as Row
+    from pymesh3d.tp.plan import Vocab as Vocab
     from pymesh3d.tp.plan import parallelize_module as parallelize_module
 
 __version__ = "0.1.0"
@@ -38,6 +42,7 @@ __version__ = "0.1.0"
 _MODULE_OF = {
     "Batches": "data",
     "CheckpointError": "errors",
+    "Column": "tp.plan",
     "ColumnParallelLinear": "tp.layers",
     "ConfigError": "errors",
     "DataError": "errors",
@@ -47,10 +52,13 @@ _MODULE_OF = {
     "Llama": "models.llama",
     "Mesh": "mesh",
     "ModelConfig": "config",
+    "Norm": "tp.plan",
     "Part": "placement",
     "Placement": "placement",
+    "Row": "tp.plan",
     "RowParallelLinear": "tp.layers",
     "TrainConfig": "config",
+    "Vocab": "tp.plan",
     "VocabParallelEmbedding": "tp.layers",
     "Zero": "dp.zero",
     "init_mesh": "mesh",
@@ -58,7 +66,7 @@ _MODULE_OF = {
     "parallelize": "engine",
     "parallelize_module": "tp.plan",
     "vocab_parallel_cross_entropy": "tp.loss",
-    "whole_parameters": "comm.whole",
+    "whole_state_dict": "comm.whole",
 }
 
 __all__ = list(_MODULE_OF)
@@ -71,4 +79,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULE_OF})
+    return sorted(_MODULE_OF)

@@ -12,10 +12,10 @@ import torch
 
 from pymesh3d.comm.collectives import all_reduce_, gather_rows
 from pymesh3d.comm.p2p import Channels
-from pymesh3d.comm.whole import whole, whole_parameters
+from pymesh3d.comm.whole import whole
 from pymesh3d.config import ModelConfig, TrainConfig, validate
 from pymesh3d.dp.zero import Zero
-from pymesh3d.errors import ConfigError
+from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.initial import materialize
 from pymesh3d.mesh import Mesh, exchange_text, named, require_equal
 from pymesh3d.models.llama import Llama, initialize_, plan
@@ -39,17 +39,18 @@ def parallelize(model: Llama, mesh: Mesh, config: TrainConfig | None = None, *, 
     """Spread a model over the mesh, in place, and return what trains it.
 
     A model on the meta device gets its initial values from `config.seed`; one with values keeps those of the mesh's first rank.
-    `optimizer` makes a torch optimizer from parameter groups (default: AdamW with the values of `config`).
+    `optimizer` makes a torch optimizer from parameter groups (default: AdamW with the values of `config`), as `Zero` says.
     Raises ConfigError, before any communication, when model, layout and training do not fit together.
     """
     config = TrainConfig() if config is None else config
-    for given, kind in ((model, Llama), (mesh, Mesh), (config, TrainConfig)):
+    for given, kind, instead in (
+        (model, Llama, "For a model of your own use parallelize_module and Zero"),
+        (mesh, Mesh, "Use the mesh that init_mesh returns"),
+        (config, TrainConfig, "Use a TrainConfig, or leave it out"),
+    ):
         if not isinstance(given, kind):
-            raise ConfigError(
-                f"a {type(given).__name__} where a {kind.__name__} belongs",
-                "parallelize(model, mesh, config) is for the reference model",
-                "Use parallelize_module and Zero for a model of your own",
-            )
+            what = f"a {type(given).__name__} where a {kind.__name__} belongs"
+            raise ConfigError(what, "parallelize(model, mesh, config) is for the reference model", instead)
     validate(model.config, mesh.layout, config)
     if optimizer is not None and not callable(optimizer):
         raise ConfigError(f"optimizer={optimizer!r}", "it must make an optimizer from parameter groups", "Use torch.optim.AdamW, or None")
@@ -145,7 +146,7 @@ class Engine:
         """
         microbatches = self._prepare(batch)
         loss = run(self._actions(self.config.schedule, len(microbatches)), self.stage, self.channels, microbatches)
-        return self._agree_on_loss(loss, batch[0].numel())
+        return self._agree_on_loss(loss, microbatches)
 
     def optimizer_step(self) -> tuple[float, bool]:
         """Sum the gradients, agree on their norm, and update unless it is not finite. Returns the norm and whether a step was taken."""
@@ -155,11 +156,12 @@ class Engine:
         """The mean loss over the valid tokens of a global batch, without gradients; the same on every rank."""
         microbatches = self._prepare(batch)
         actions = [action for action in self._actions("gpipe", len(microbatches)) if action.kind in ("F", "SF", "RF")]
-        return self._agree_on_loss(run(actions, self.stage, self.channels, microbatches, train=False), batch[0].numel())[0]
+        return self._agree_on_loss(run(actions, self.stage, self.channels, microbatches, train=False), microbatches)[0]
 
     def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter of this stage, unsharded, by its full name. All ranks of the stage must iterate to the end."""
-        return whole_parameters(self.model, self.mesh.tp)
+        for name, parameter in self.model.named_parameters():
+            yield name, whole(parameter, placement_of(parameter), self.mesh.tp)
 
     def whole_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What `optimizer_step` is going to use: every gradient of this stage, reduced and unsharded, by its parameter's full name."""
@@ -233,11 +235,30 @@ class Engine:
         summed = vocab_parallel_cross_entropy(rows, labels, IGNORE_INDEX, reduction="sum", mesh=self.mesh, vocab=self.model.config.vocab)
         return summed / self._divisor
 
-    def _agree_on_loss(self, loss: torch.Tensor, tokens: int) -> tuple[float, int]:
-        """The sums over dp of losses and tokens. tp ranks hold the same ones, so the first speaks for them; stages have the same tokens."""
-        mine = torch.stack((loss, torch.full_like(loss, tokens if self.mesh.pp.rank == 0 else 0)))
-        if self.mesh.tp.rank:
-            mine.zero_()
-        with named("loss", self.mesh.all):
-            total, counted = gather_rows(mine, self.mesh.all).sum(0).tolist()
-        return total, int(counted)
+    def _agree_on_loss(self, loss: torch.Tensor, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
+        """The sums over dp of losses and tokens. tp ranks hold the same ones, so the first speaks for them; stages have the same tokens.
+
+        Raises DistributedError where ranks of one dp coordinate had different batches.
+        """
+        mesh = self.mesh
+        tokens = sum(microbatch.ids.numel() for microbatch in microbatches) if mesh.pp.rank == 0 else 0
+        mine = torch.stack((loss, torch.full_like(loss, tokens), _fingerprint(microbatches)))
+        if mesh.tp.rank:
+            mine[:2] = 0
+        with named("loss", mesh.all):
+            rows = gather_rows(mine, mesh.all).tolist()
+        for first in range(mesh.dp.size):
+            ranks = mesh.ranks[:, first].flatten().tolist()
+            others = [rank for rank in ranks if rows[rank][2] != rows[ranks[0]][2]]
+            if others:
+                raise DistributedError(
+                    f"ranks {others} had another batch than rank {ranks[0]}, and all have dp coordinate {first}. "
+                    "Choose a rank's batch by mesh.dp.rank, not by its rank"
+                )
+        return sum(row[0] for row in rows), int(sum(row[1] for row in rows))
+
+
+def _fingerprint(microbatches: Sequence[Microbatch]) -> torch.Tensor:
+    """A number that tells batches apart, float64 []: the sum of token ids and targets, each times its place."""
+    values = torch.cat([part.flatten() for microbatch in microbatches for part in (microbatch.ids, microbatch.targets)])
+    return (values * torch.arange(1, values.numel() + 1, device=values.device)).sum().double()

@@ -11,6 +11,7 @@ import datetime
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +40,11 @@ class Axis:
     def size(self) -> int:
         """Number of ranks along the axis."""
         return len(self.ranks)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "group":  # `Mesh.close` takes it away
+            raise ConfigError(f"axis {self.name} of a closed mesh", "its ranks no longer talk to each other", "Call mesh.close() last")
+        raise AttributeError(name)
 
     def __deepcopy__(self, memo: object) -> Axis:
         """Itself: what is copied talks to the same ranks, and a process group cannot be copied."""
@@ -192,6 +198,22 @@ def init_mesh(*, tp: int = 1, pp: int = 1, dp: int = -1, cp: int = 1, device: st
         if owns:
             dist.destroy_process_group()
         raise
+
+
+def tp_axis(mesh: Mesh | DeviceMesh | Axis) -> Axis:
+    """The tensor-parallel axis of a Mesh, or of a torch DeviceMesh that is one-dimensional or has a dim called "tp"."""
+    if isinstance(mesh, Axis):
+        return mesh
+    if isinstance(mesh, Mesh):
+        return mesh.tp
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"mesh={mesh!r}", "it must be a pymesh3d Mesh or a torch DeviceMesh", "Make one with pymesh3d.init_mesh(tp=2)")
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim != 1 and "tp" not in names:
+        raise ConfigError(
+            f"DeviceMesh with dims {names or mesh.ndim}", "no dim called 'tp'", "Name it 'tp', or hand over a one-dimensional slice"
+        )
+    return Axis.of("tp", mesh if mesh.ndim == 1 else mesh["tp"])
 
 
 def _device(kind: str | None) -> torch.device:

@@ -81,6 +81,8 @@ def chosen(changes: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
         return backward(*arguments)
 
     engine.stage.backward = counted  # type: ignore[method-assign]
+    engine.eval_step(share(BATCHES[1], engine))  # it has a schedule of its own
+    forwards.clear()
     engine.train_step(share(BATCHES[0], engine))
     parts = sum(b.weights.numel() for b in engine.zero.buckets) / sum(m.numel() for m in engine.zero.masters)
     engine.mesh.close()
@@ -372,27 +374,31 @@ def test_ranks_with_different_configurations_are_told(ranks: Ranks) -> None:
 
 def refused() -> list[str]:
     engine = engine_on(train=dataclasses.replace(FLOAT64, sequence_parallel=True), tp=2)
-    bad = [
-        (torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)),
-        (torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int64)),
-        (torch.zeros(0, 4, dtype=torch.int64), torch.zeros(0, 4, dtype=torch.int64)),
-        (torch.zeros(2, 7, dtype=torch.int64), torch.zeros(2, 7, dtype=torch.int64)),
-        (torch.full((2, 4), SMALL.vocab), torch.zeros(2, 4, dtype=torch.int64)),
-        (torch.zeros(2, 4, dtype=torch.int64), torch.full((2, 4), SMALL.vocab)),
+    zeros, outside = functools.partial(torch.zeros, dtype=torch.int64), torch.full((2, 4), SMALL.vocab)
+    ids, texts = zeros(2, 4), []
+    shapes = [
+        (zeros(4), zeros(4)),
+        (ids, zeros(2, 5)),
+        (zeros(0, 4), zeros(0, 4)),
+        (zeros(2, 7), zeros(2, 7)),
+        (outside, ids),
+        (ids, outside),
     ]
-    texts = []
-    for batch in bad:
+    for batch in (*shapes, None, ids, (ids,), (ids, ids, ids), (ids, [0]), (ids.float(), ids), (ids, ids.to(torch.int16))):
         with pytest.raises(ConfigError) as caught:
-            engine.forward_backward(batch)
+            engine.forward_backward(batch)  # type: ignore[arg-type]
         texts.append(str(caught.value))
-    loss = engine.train_step((torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64))).loss
+    assert engine.eval_step((ids.int(), ids.int())) == engine.eval_step((ids, ids))
+    loss = engine.train_step((zeros(2, 8), zeros(2, 8))).loss
     engine.mesh.close()
     return [*texts, str(math.isfinite(loss))]
 
 
 def test_bad_batches_are_refused_and_training_goes_on(ranks: Ranks) -> None:
+    pair = "it must be two torch tensors. Give (token ids, targets)"
+    words = ["(4,)", "(2, 4), targets (2, 5)", "(0, 4)", "sequence of 7, tp=2", "ids from 19 to 19", "targets from 19 to 19", *[pair] * 5]
+    words += ["token ids of torch.float32, targets of torch.int64: both", "token ids of torch.int64, targets of torch.int16: both", "True"]
     for texts in ranks(2, refused):
-        words = ["(4,)", "(2, 4), targets (2, 5)", "(0, 4)", "sequence of 7, tp=2", "ids from 19 to 19", "targets from 19 to 19", "True"]
         for text, part in zip(texts, words, strict=True):
             assert part in text
 
@@ -418,6 +424,10 @@ def refused_models() -> list[str]:
         texts.append(str(caught.value))
     next(frozen.layers["0"].parameters()).requires_grad_()
     parallelize(frozen, mesh, FLOAT64)
+    ends = Llama(SMALL, device="meta").requires_grad_(False)
+    for parameter in (ends.embed.weight, ends.norm.weight):  # type: ignore[union-attr]
+        parameter.requires_grad_()  # type: ignore[union-attr]
+    parallelize(ends, mesh, FLOAT64)
     mesh.close()
     return texts
 
@@ -431,10 +441,31 @@ def test_what_cannot_be_trained_is_refused_on_all_stages(ranks: Ranks) -> None:
         ]
 
 
+def different_batches(sizes: dict[str, int], batches: Sequence[Batch]) -> list[str]:
+    """What is said of a batch that rank 1 alone has, of the same samples in another order, and of one that all have."""
+    engine, texts = engine_on(**sizes), []
+    for batch, other in ((batches[0], batches[1]), (batches[0], tuple(part.flip(0) for part in batches[0])), (batches[0], batches[0])):
+        for step in (engine.eval_step, engine.forward_backward):
+            try:
+                step(other if engine.mesh.rank == 1 else batch)  # type: ignore[operator]
+                texts.append("fine")
+            except DistributedError as error:
+                texts.append(str(error))
+    engine.mesh.close()
+    return texts
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_ranks_of_one_dp_coordinate_have_the_same_batch(ranks: Ranks, axis: str) -> None:
+    text = "ranks [1] had another batch than rank 0, and all have dp coordinate 0. Choose a rank's batch by mesh.dp.rank, not by its rank"
+    assert ranks(2, different_batches, {axis: 2}, BATCHES) == [[text] * 4 + ["fine"] * 2] * 2
+    assert ranks(2, different_batches, {"dp": 2}, BATCHES) == [["fine"] * 6] * 2
+
+
 def swapped_arguments() -> list[str]:
     mesh = init_mesh(device="cpu")
     model, texts = Llama(SMALL, device="meta"), []
-    for arguments in ((torch.nn.Linear(2, 2), mesh), (mesh, model), (model, mesh, SMALL)):
+    for arguments in ((torch.nn.Linear(2, 2), mesh), (mesh, model), (model, model), (model, mesh, SMALL)):
         with pytest.raises(ConfigError) as caught:
             parallelize(*arguments)  # type: ignore[arg-type]
         texts.append(str(caught.value))
@@ -443,27 +474,12 @@ def swapped_arguments() -> list[str]:
 
 
 def test_other_models_are_told_what_is_for_them(ranks: Ranks) -> None:
-    rest = "parallelize(model, mesh, config) is for the reference model. Use parallelize_module and Zero for a model of your own"
-    given = ["a Linear where a Llama belongs", "a Mesh where a Llama belongs", "a ModelConfig where a TrainConfig belongs"]
-    assert ranks(1, swapped_arguments) == [[f"{words}: {rest}" for words in given]]
-
-
-def refused_batches() -> list[str]:
-    mesh = init_mesh(device="cpu")
-    engine = parallelize(Llama(ModelConfig(vocab=16, dim=8, layers=1, heads=2, kv_heads=2, ffn=8), device="meta"), mesh)
-    ids = torch.zeros(2, 4, dtype=torch.int64)
-    texts = []
-    for batch in (None, ids, (ids,), (ids, ids, ids), (ids, [0]), (ids.float(), ids), (ids, ids.to(torch.int16))):
-        with pytest.raises(ConfigError) as caught:
-            engine.train_step(batch)  # type: ignore[arg-type]
-        texts.append(str(caught.value))
-    assert engine.eval_step((ids.int(), ids.int())) == engine.eval_step((ids, ids))
-    mesh.close()
-    return texts
-
-
-def test_a_batch_that_is_no_pair_of_whole_number_tensors_is_refused(ranks: Ranks) -> None:
-    (texts,) = ranks(1, refused_batches)
-    assert all("it must be two torch tensors. Give (token ids, targets)" in text for text in texts[:5])
-    assert texts[5].startswith("token ids of torch.float32, targets of torch.int64: both must be")
-    assert texts[6].startswith("token ids of torch.int64, targets of torch.int16: both must be")
+    rule = "parallelize(model, mesh, config) is for the reference model"
+    own = "For a model of your own use parallelize_module and Zero"
+    expected = [
+        f"a Linear where a Llama belongs: {rule}. {own}",
+        f"a Mesh where a Llama belongs: {rule}. {own}",
+        f"a Llama where a Mesh belongs: {rule}. Use the mesh that init_mesh returns",
+        f"a ModelConfig where a TrainConfig belongs: {rule}. Use a TrainConfig, or leave it out",
+    ]
+    assert ranks(1, swapped_arguments) == [expected]

@@ -17,6 +17,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from pymesh3d import mesh as mesh_module
 from pymesh3d import rendezvous
+from pymesh3d.comm.collectives import all_reduce_
 from pymesh3d.config import AXES, Layout, ModelConfig
 from pymesh3d.engine import parallelize
 from pymesh3d.errors import ConfigError, DistributedError
@@ -361,3 +362,16 @@ def test_tp_across_hosts_warns_once_with_the_ranks(ranks: Ranks) -> None:
     assert across[0][0] == "tp group [2, 3] leaves the NVLink domain: its slowest link is network"
     assert [lines[-3:] for lines in across] == [[head, network.format("dp"), network.format("tp")]] * 4
     assert [len(lines) for lines in across] == [4, 3, 3, 3], "one rank speaks for all"
+
+
+def after_closing() -> str:
+    mesh = init_mesh(tp=2, dp=1, device="cpu")
+    mesh.close()
+    with pytest.raises(ConfigError) as caught:
+        all_reduce_(torch.ones(1), mesh.tp)
+    assert not hasattr(mesh.tp, "groups")
+    return str(caught.value)
+
+
+def test_a_closed_mesh_says_that_it_is_closed(ranks: Ranks) -> None:
+    assert ranks(2, after_closing) == ["axis tp of a closed mesh: its ranks no longer talk to each other. Call mesh.close() last"] * 2

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
-from pymesh3d.errors import ConfigError
 from pymesh3d.placement import place, placement_of
 
 ALIGN = 64  # elements; every parameter starts on a 128-byte boundary in bf16
@@ -52,20 +51,15 @@ class Bucket:
         self._versions = [slot.parameter._version for slot in self.slots]  # autograd counts what is written in place
 
     def written(self) -> list[Slot]:
-        """Slots whose parameter was written to since the last call. Raises ConfigError where it is no longer in this buffer."""
-        found = []
-        for slot, version in zip(self.slots, self._versions, strict=True):
-            if slot.parameter.data_ptr() != self.weights.data_ptr() + slot.start * self.weights.element_size() and slot.start < slot.stop:
-                name = placement_of(slot.parameter).name or f"a parameter of shape {tuple(slot.parameter.shape)}"
-                raise ConfigError(
-                    f"{name} moved to other memory",
-                    "parameters stay in the flat buffers of the last Zero that was made for them",
-                    "Convert and move a module first, then make one Zero; write new values with copy_()",
-                )
-            if slot.parameter._version != version:
-                found.append(slot)
+        """Slots whose parameter was written to in place since the last call."""
+        found = [slot for slot, version in zip(self.slots, self._versions, strict=True) if slot.parameter._version != version]
         self._versions = [slot.parameter._version for slot in self.slots]
         return found
+
+    def left(self) -> list[Slot]:
+        """Slots whose parameter lies in other memory now, as after `module.to(...)`."""
+        first, size = self.weights.data_ptr(), self.weights.element_size()
+        return [slot for slot in self.slots if slot.stop > slot.start and slot.parameter.data_ptr() != first + slot.start * size]
 
     def shard(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
         """The part of a flat buffer that `rank` owns."""

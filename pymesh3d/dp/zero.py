@@ -15,18 +15,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from pymesh3d.comm.collectives import Pending, all_gather, all_reduce_, all_to_all, broadcast_
+from pymesh3d.comm.collectives import Pending, all_gather, all_reduce_, all_to_all
 from pymesh3d.config import require_number, require_positive
 from pymesh3d.dp.buckets import Bucket, make_buckets
 from pymesh3d.dp.norm import clip_factor, gradient_norm
+from pymesh3d.dp.trained import agree_on, trained_parameters
 from pymesh3d.errors import ConfigError
 from pymesh3d.mesh import Mesh, named
-from pymesh3d.placement import Placement, place, placement_of
+from pymesh3d.placement import placement_of
 
 log = logging.getLogger("pymesh3d")
 
 BUCKET_ELEMENTS = 32 * 2**20
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")  # they look at whole matrices, or at all parameters at once
 
 
 def decays(parameter: nn.Parameter) -> bool:
@@ -37,11 +38,18 @@ def decays(parameter: nn.Parameter) -> bool:
 class Zero:
     """Owns the flat buffers of a module's trained parameters and the optimizer over them; `step` is all that a training loop calls.
 
-    Gradients add up in `parameter.main_grad` over backward passes until `step`, and `parameter.grad` stays None. Values that are
-    written into a parameter afterwards, as by `load_state_dict`, are taken over; a parameter must not be moved or replaced.
+    `stage` 0 keeps masters and optimizer state whole on every rank, 1 keeps a dp rank's share. Gradients are summed over dp, so divide
+    the loss by what the whole global batch is divided by (`mesh.dp.size` more than on one rank, for a mean). `state` and `load_state`
+    are for a rank's own file, to go on in the same layout; `whole_state_dict` is for the weights alone.
 
-    `optimizer` makes a torch optimizer from parameter groups of flat master weights; `reduce_dtype` is what a rank's
-    contribution is rounded to, once, before it is sent (default: the parameters' dtype). Raises ConfigError for what it cannot use.
+    Gradients add up in `parameter.main_grad` over backward passes until `step`, and `parameter.grad` stays None (parallel layers add
+    theirs whatever `torch.autograd.grad` was asked for). Values written into a parameter afterwards, as by `load_state_dict`, are
+    taken over, but not through `.data`; which parameters are trained, and where they lie, must not change.
+
+    `optimizer` makes a torch optimizer, one that works element by element, from groups of flat master weights. `weight_decay` takes the
+    place of the optimizer's own, for matrices only. `reduce_dtype` is what a rank's contribution is rounded to, once, before it is sent
+    (default: the parameters' dtype). All values become those of the first dp rank.
+    Raises ConfigError for what it cannot use, DistributedError where ranks have different modules.
     """
 
     def __init__(
@@ -65,18 +73,14 @@ class Zero:
         require_positive("bucket_elements", bucket_elements)
         if not isinstance(mesh, Mesh):
             raise ConfigError(f"a {type(mesh).__name__} as mesh", "Zero spans all axes of a mesh", "Use the one that init_mesh returns")
-        trained = _trained(module, mesh)
+        self._module, self._trained = module, trained_parameters(module, mesh)
         self.mesh, self.stage, self.reduce_dtype = mesh, stage, reduce_dtype
         self.steps_taken = self.steps_skipped = 0
-        self._reduced = self._updating = False
-        for parameter in trained:
-            if getattr(parameter, "placement", None) is None:  # nobody sharded it, so every tp rank holds it: count it once
-                place(parameter, Placement(shape=tuple(parameter.shape), ranks=mesh.tp.size))
-        self.buckets = make_buckets(trained, shards=mesh.dp.size, elements=bucket_elements, decays=decays)
-        for parameter in trained:
+        self._reduced = False
+        agree_on(module, mesh)
+        self.buckets = make_buckets(self._trained.values(), shards=mesh.dp.size, elements=bucket_elements, decays=decays)
+        for parameter in self._trained.values():
             parameter.register_post_accumulate_grad_hook(_move_grad)
-        for bucket in self.buckets:
-            broadcast_(bucket.weights, mesh.dp)
         # Views into the flat gradients, made once. `_counted`: what this rank contributes to the norm, every number of the model
         # once over all ranks; `_copies`: the rest of what it owns. `_summed`: ranges to be summed over so many tp neighbours.
         self._counted: list[torch.Tensor] = []
@@ -98,7 +102,7 @@ class Zero:
             if flat:
                 groups.append({"params": flat, "weight_decay": weight_decay if decay else 0.0})
         self.optimizer = optimizer(groups)
-        if not isinstance(self.optimizer, torch.optim.Optimizer):
+        if not isinstance(self.optimizer, torch.optim.Optimizer) or type(self.optimizer).__name__ in NOT_ELEMENTWISE:
             raise _no_optimizer(f"optimizer={optimizer!r} made a {type(self.optimizer).__name__}")
         self.optimizer.register_step_pre_hook(self._require_updating)
 
@@ -129,6 +133,7 @@ class Zero:
     def reduce(self) -> None:
         """The first part of `step`: sum the gradients over ranks. Do not go backward again before `update` or `zero_grad`."""
         self._require_reduced(False, "reduce")
+        self._require_unchanged()
         self._reduced = True
         self._sum()
 
@@ -146,11 +151,11 @@ class Zero:
             master.grad = self._owned(bucket, bucket.grads)
             if scale is not None:
                 master.grad.mul_(scale)
-        self._updating = True
-        self.optimizer.step()
-        self._updating = False
-        for master in self.masters:
-            master.grad = None
+        try:
+            self.optimizer.step()
+        finally:
+            for master in self.masters:
+                master.grad = None
         self.publish()
         self.steps_taken += 1
         self.zero_grad()
@@ -185,6 +190,7 @@ class Zero:
     @torch.no_grad()
     def reduced_grads(self) -> list[torch.Tensor]:
         """The flat gradients of each bucket as `reduce` makes them, whole on every rank; what was accumulated stays untouched."""
+        self._require_reduced(False, "reduced_grads")
         kept = [bucket.grads.clone() for bucket in self.buckets]
         self._sum()
         reduced = [all_gather(bucket.shard(bucket.grads, self.mesh.dp.rank).clone(), self.mesh.dp).wait() for bucket in self.buckets]
@@ -210,6 +216,7 @@ class Zero:
         for pending in sent:
             pending.wait()
 
+    @torch.no_grad()
     def _take_over_written(self) -> None:
         """Give the masters what was written into parameters since the last step; all others keep digits that bf16 has not."""
         for bucket, master in zip(self.buckets, self.masters, strict=True):
@@ -228,15 +235,27 @@ class Zero:
                 "step() calls them in this order",
             )
 
+    def _require_unchanged(self) -> None:
+        now = {name: parameter for name, parameter in self._module.named_parameters() if parameter.requires_grad}
+        moved = {id(slot.parameter) for bucket in self.buckets for slot in bucket.left()}
+        for name in {**self._trained, **now}:
+            if now.get(name) is not self._trained.get(name) or id(now[name]) in moved:
+                raise ConfigError(
+                    f"{name} was replaced, moved, added, removed, frozen or unfrozen after Zero was made",
+                    "the parameters that are trained must stay the same, in the flat buffers of one Zero",
+                    "Make these changes first, then Zero; write new values with copy_() or load_state_dict()",
+                )
+
     def _require_updating(self, *_: object) -> None:
-        if not self._updating:
+        if self.masters[0].grad is None:
             raise ConfigError("optimizer.step()", "gradients must be summed over ranks before", "Use the step() of Zero, or of the engine")
 
     def state(self) -> dict[str, torch.Tensor]:
         """What this rank must keep to go on exactly: masters and optimizer state, by kind and bucket number, and the steps taken.
 
-        State that an optimizer has not made yet is absent.
+        The tensors are those in use, not copies; state that an optimizer has not made yet is absent.
         """
+        self._take_over_written()
         tensors = {"steps_taken": torch.tensor(self.steps_taken)}
         for number, master in enumerate(self.masters):
             tensors[f"master.{number}"] = master.detach()
@@ -248,6 +267,15 @@ class Zero:
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy what `state` gave back into place, and publish the parameters. All ranks must call."""
+        wanted = {f"master.{number}": master.shape for number, master in enumerate(self.masters)}
+        if {name: tensor.shape for name, tensor in tensors.items() if name.startswith("master.")} != wanted or "steps_taken" not in tensors:
+            raise ConfigError(
+                f"a state of {', '.join(tensors) or 'nothing'}",
+                f"it must hold steps_taken, {', '.join(f'{name} {list(shape)}' for name, shape in wanted.items())}",
+                "Load what state() gave on the same rank of the same mesh, with the same stage and bucket_elements",
+            )
+        self._take_over_written()  # so that it is not done later, to what is loaded here
+        self.optimizer.state.clear()
         self.steps_taken = int(tensors["steps_taken"])
         for name, value in tensors.items():
             key, _, number = name.rpartition(".")
@@ -262,22 +290,9 @@ class Zero:
         self.publish()
 
 
-def _trained(module: nn.Module, mesh: Mesh) -> list[nn.Parameter]:
-    """The parameters to be trained. Raises ConfigError where there is none, or one that cannot be."""
-    named_parameters = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    if not named_parameters:
-        raise ConfigError(f"a {type(module).__name__} without trained parameters", "there must be one", "Leave one with requires_grad")
-    for name, parameter in named_parameters:
-        if parameter.dtype not in DTYPES:
-            raise ConfigError(f"{name} of {parameter.dtype}", f"it must be one of {', '.join(map(str, DTYPES))}", "Use module.bfloat16()")
-        if parameter.device != mesh.device:
-            way = "module.to_empty(device=mesh.device) and initialize it" if parameter.is_meta else "module.to(mesh.device)"
-            raise ConfigError(f"{name} on {parameter.device}", f"it must be on the device of the mesh, {mesh.device}", f"Use {way}")
-    return [parameter for _, parameter in named_parameters]
-
-
 def _no_optimizer(given: str) -> ConfigError:
-    return ConfigError(given, "it must make a torch optimizer from parameter groups", "Use optimizer=torch.optim.AdamW")
+    rule = "it must make a torch optimizer that works element by element, from parameter groups"
+    return ConfigError(given, rule, "Use optimizer=torch.optim.AdamW")
 
 
 def _move_grad(parameter: torch.Tensor) -> None:

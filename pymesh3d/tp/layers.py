@@ -20,26 +20,10 @@ from pymesh3d.comm.collectives import equalize_
 from pymesh3d.config import require_flag, require_positive
 from pymesh3d.errors import ConfigError
 from pymesh3d.initial import fill_, materialize
-from pymesh3d.mesh import Axis, Mesh
+from pymesh3d.mesh import Axis, Mesh, tp_axis
 from pymesh3d.ops.features import gather_features, split_features
 from pymesh3d.ops.linear import column_linear, row_linear, vocab_lookup
 from pymesh3d.placement import Part, Placement, place, placement_of
-
-
-def tp_axis(mesh: Mesh | DeviceMesh | Axis) -> Axis:
-    """The tensor-parallel axis of a Mesh, or of a torch DeviceMesh that is one-dimensional or has a dim called "tp"."""
-    if isinstance(mesh, Axis):
-        return mesh
-    if isinstance(mesh, Mesh):
-        return mesh.tp
-    if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"mesh={mesh!r}", "it must be a pymesh3d Mesh or a torch DeviceMesh", "Make one with pymesh3d.init_mesh(tp=2)")
-    names = mesh.mesh_dim_names or ()
-    if mesh.ndim != 1 and "tp" not in names:
-        raise ConfigError(
-            f"DeviceMesh with dims {names or mesh.ndim}", "no dim called 'tp'", "Name it 'tp', or hand over a one-dimensional slice"
-        )
-    return Axis.of("tp", mesh if mesh.ndim == 1 else mesh["tp"])
 
 
 def _common_seed(axis: Axis) -> int:

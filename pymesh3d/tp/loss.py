@@ -6,9 +6,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from pymesh3d.errors import ConfigError
-from pymesh3d.mesh import Axis, Mesh
+from pymesh3d.mesh import Axis, Mesh, tp_axis
 from pymesh3d.ops.cross_entropy import cross_entropy
-from pymesh3d.tp.layers import tp_axis
 
 
 def vocab_parallel_cross_entropy(
@@ -29,7 +28,9 @@ def vocab_parallel_cross_entropy(
     Raises ConfigError on an unknown reduction, on shapes that do not match, and (on CPU) on a target outside the vocabulary.
     """
     axis = tp_axis(mesh)
-    if not logits.is_floating_point() or not logits.ndim or target.dtype not in (torch.int32, torch.int64):
+    if not isinstance(target, torch.Tensor):
+        raise ConfigError(f"a {type(target).__name__} as target", "targets are a tensor of ids", "Use torch.tensor(target)")
+    if not logits.is_floating_point() or not logits.ndim or not logits.shape[-1] or target.dtype not in (torch.int32, torch.int64):
         raise ConfigError(
             f"logits {tuple(logits.shape)} of {logits.dtype}, target of {target.dtype}",
             "logits are [..., V/tp] in floating point, targets whole numbers, int32 or int64",

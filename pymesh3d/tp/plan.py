@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils.parametrize import is_parametrized
 
 from pymesh3d.comm.collectives import equalize_
 from pymesh3d.config import require_flag
 from pymesh3d.errors import ConfigError
-from pymesh3d.mesh import Axis, Mesh
+from pymesh3d.mesh import Axis, Mesh, tp_axis
 from pymesh3d.placement import Part, Placement, place, placement_of
-from pymesh3d.tp.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, tp_axis
+from pymesh3d.tp.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,10 @@ class Norm:
     """
 
 
+M = TypeVar("M", bound=nn.Module)
 Style = Column | Row | Vocab | Norm
+READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # they compute with `.weight` of their parts (one only in eval mode)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def parallelize_module(
@@ -67,7 +71,8 @@ def parallelize_module(
 
     `plan` maps patterns of module names (`layers.*.attention.qkv`) to styles (`Column`, `Row`, `Vocab`, `Norm`, all of
     `pymesh3d.tp.plan`); the first that matches counts, and `*` matches the module itself too, whose name is empty. What no pattern
-    names stays whole and is expected to compute the same on every rank. All values are those of the first tp rank, and with a
+    names stays whole and is expected to compute the same on every rank. A fused weight needs `Column(parts=(q, k, v))` with the rows of
+    each, and a model must take the number of its heads from the width that it gets. All values are those of the first tp rank, and with a
     Mesh those of its first rank. Weights that are used in several places stay shared. Afterwards each parameter
     carries its `placement`, with its full name.
     Raises ConfigError for a pattern that matches nothing, a style that does not fit its module, and a weight that is cut in one
@@ -90,13 +95,18 @@ def parallelize_module(
         new = _parallel(child, style, mesh, sequence_parallel) if name else None
         if new is None:
             raise _unfit(pattern, style, name, modules)
+        parent, _, leaf = name.rpartition(".")
+        if isinstance(module.get_submodule(parent), READERS):
+            what = f"{name} in a {type(module.get_submodule(parent)).__name__}"
+            raise ConfigError(what, "that reads the weights inside it itself", "Keep it whole, or write it with layers that are called")
+        if any(getattr(child, hooks) for hooks in HOOKS):
+            raise ConfigError(f"{name} with hooks", "they would be lost with the module", "Add them after parallelize_module")
         for own, old in child.named_parameters(recurse=False):
             shared = replaced.setdefault(id(old), getattr(new, own))
             if _cut(shared) != _cut(getattr(new, own)):
                 raise _untied(f"{name}.{own}")
             setattr(new, own, shared)
         new.train(child.training)
-        parent, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(parent), leaf, new)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) in replaced:
@@ -130,13 +140,15 @@ def name_parameters(module: nn.Module) -> None:
 
 
 def _require_matches(module: nn.Module, plan: Mapping[str, Style]) -> None:
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"a {type(module).__name__} as module", "a plan is for the modules inside a torch module", "Give the nn.Module")
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
     if not isinstance(plan, Mapping):
         rule = "a plan maps patterns of module names to styles"
         raise ConfigError(f"plan={plan!r}", rule, f"Use a dict, {{{names[-1]!r}: Norm()}}, or with Column(), Row(), Vocab() where they fit")
     for pattern, style in plan.items():
         if not isinstance(pattern, str):
-            raise ConfigError(f"pattern {pattern!r} in the plan", "names of modules are text", f"Use {str(pattern)!r}")
+            raise ConfigError(f"pattern {pattern!r} in the plan", "names of modules are text", f"Modules are {_listed(names) or 'none'}")
         if not isinstance(style, Style):
             raise ConfigError(f"{pattern!r}: {style!r} in the plan", "it is no style", "Use Column(), Row(), Vocab() or Norm()")
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -145,19 +157,24 @@ def _require_matches(module: nn.Module, plan: Mapping[str, Style]) -> None:
 
 def _parallel(child: nn.Module, style: Style, mesh: Mesh | DeviceMesh | Axis, sequence_parallel: bool) -> nn.Module | None:
     """The parallel form of a module; None where the style does not fit it."""
-    if isinstance(style, Column) and isinstance(child, nn.Linear):
+    if isinstance(style, Column) and _is(child, nn.Linear):
         return ColumnParallelLinear.from_linear(child, sequence_parallel=sequence_parallel, mesh=mesh, **_fields(style))
-    if isinstance(style, Row) and isinstance(child, nn.Linear):
+    if isinstance(style, Row) and _is(child, nn.Linear):
         return RowParallelLinear.from_linear(child, sequence_parallel=sequence_parallel, mesh=mesh, **_fields(style))
-    if isinstance(style, Vocab) and isinstance(child, nn.Embedding):
+    if isinstance(style, Vocab) and _is(child, nn.Embedding):
         return VocabParallelEmbedding.from_embedding(child, sequence_parallel, mesh=mesh, vocab_multiple=style.vocab_multiple)
     return None
+
+
+def _is(child: nn.Module, kind: type[M]) -> TypeGuard[M]:
+    """Whether a module computes what `kind` does: a subclass or a parametrization may do something else."""
+    return isinstance(child, kind) and type(child).forward is kind.forward and not is_parametrized(child)
 
 
 def _unfit(pattern: str, style: Style, name: str, modules: Sequence[tuple[str, nn.Module]]) -> ConfigError:
     kind = nn.Embedding if isinstance(style, Vocab) else nn.Linear
     which = f"{name!r} ({type(dict(modules)[name]).__name__})" if name else "the module itself, which cannot be replaced in place"
-    fitting = _listed([inner for inner, child in modules if isinstance(child, kind)])
+    fitting = _listed([inner for inner, child in modules if _is(child, kind)])
     return ConfigError(
         f"{pattern!r}: {type(style).__name__} in the plan",
         f"it matches {which}, and {type(style).__name__} is for nn.{kind.__name__} inside the module",

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from pymesh3d.comm.whole import whole, whole_parameters
+from pymesh3d.comm.whole import whole, whole_state_dict
+from pymesh3d.errors import ConfigError
 from pymesh3d.mesh import init_mesh
 from pymesh3d.placement import Part, Placement
-from pymesh3d.tp.plan import Column, parallelize_module
+from pymesh3d.tp.plan import Column, Vocab, parallelize_module
 
 Ranks = Callable[..., list[Any]]
 
@@ -57,20 +58,37 @@ def test_shards_make_the_whole_on_every_rank(ranks: Ranks, tp: int) -> None:
             assert torch.equal(found[name], expected), name
 
 
-def whole_module() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    mesh = init_mesh(tp=2, device="cpu")
+class Tied(nn.Module):
+    """A weight under two names, a norm, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def whole_module() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str]:
+    mesh = init_mesh(tp=2, dp=1, device="cpu")
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    parallelize_module(model, mesh, {"0": Column(gather_output=True)})
-    found = {**dict(whole_parameters(model, mesh.tp)), **dict(whole_parameters(nn.Linear(1, 1, dtype=torch.float64), mesh.tp))}
+    parts = nn.ModuleDict({"tied": Tied(), "plain": nn.Linear(1, 1, dtype=torch.float64), "other": nn.Sequential(nn.Linear(3, 4))})
+    before = {name: tensor.clone() for name, tensor in parts.state_dict().items()}
+    parallelize_module(parts["tied"], mesh, {"embedding": Vocab(vocab_multiple=1), "head": Column(vocab_multiple=1)})
+    parallelize_module(parts["other"], mesh, {"0": Column(gather_output=True)})
+    found = whole_state_dict(parts, mesh["tp"])
+    assert found["tied.embedding.weight"] is found["tied.head.weight"], "a tie stays a tie"
+    with pytest.raises(ConfigError) as caught:
+        whole_state_dict(parts, mesh.dp)
     mesh.close()
-    return before, found
+    return before, found, str(caught.value)
 
 
 def test_a_module_gives_the_state_of_the_unsharded_one(ranks: Ranks) -> None:
-    """And one that nobody parallelized its own parameters."""
-    for before, found in ranks(2, whole_module):
-        assert found.keys() == {*before, "weight", "bias"}
-        assert found["weight"].dtype == torch.float64
+    """With ties and buffers, by the names in the module that is given, also where only parts of it are parallel."""
+    for before, found, refusal in ranks(2, whole_module):
+        assert found.keys() == before.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+        Tied().load_state_dict({name.removeprefix("tied."): found[name] for name in found if name.startswith("tied.")})
+        assert refusal == (
+            "tied.embedding.weight, cut over 2 ranks, and axis dp of 1: it is put together along the axis it is cut over. "
+            "Use the mesh it was cut with"
+        )

@@ -128,6 +128,36 @@ def test_every_rank_sees_what_is_not_finite_on_one(ranks: Ranks) -> None:
         assert norms[3] == [0.0] * 3
 
 
+def norm_of_fused(parts: list[Part], spoiled: int) -> tuple[float, float, bool]:
+    """The norm of a fused vector cut over tp 2 whose gradients are all 1, and after element `spoiled` of rank 1 became NaN."""
+    mesh = init_mesh(tp=2, device="cpu")
+    size = sum(part.size for part in parts)
+    placement = Placement(shape=(size,), parts=tuple(parts), ranks=2)
+    fused = nn.Parameter(torch.zeros(placement.local_shape(), dtype=torch.float64))
+    place(fused, placement)
+    zero = zero_over(mesh, {"fused": fused}, {"fused": 1.0}, stage=1)
+    zero.reduce()
+    norm = zero.norm().item()
+    zero.zero_grad()
+    if mesh.tp.rank:
+        fused.main_grad[spoiled] = math.nan  # type: ignore[attr-defined]
+    spoiled_norm, taken = zero.step()
+    mesh.close()
+    return norm, spoiled_norm, taken
+
+
+CUT, WHOLE = Part(size=4), Part(size=1, heads=1)
+
+
+@pytest.mark.parametrize(("parts", "copy"), [([CUT, WHOLE, CUT], 2), ([CUT, WHOLE], 2), ([WHOLE, CUT], 0), ([Part(size=64), WHOLE], 32)])
+def test_a_replicated_part_of_a_fused_tensor_counts_once(ranks: Ranks, parts: list[Part], copy: int) -> None:
+    """Between parts that are cut, at the end and at the beginning; what is not finite in its copy counts too."""
+    expected = math.sqrt(sum(part.size for part in parts))
+    for norm, spoiled_norm, taken in ranks(2, norm_of_fused, parts, copy):
+        assert norm == pytest.approx(expected, rel=1e-15)
+        assert math.isnan(spoiled_norm) and not taken
+
+
 def norms_beside_copies() -> list[float]:
     mesh = init_mesh(device="cpu")
     counted, found = [torch.tensor([3.0])], []

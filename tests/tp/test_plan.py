@@ -229,6 +229,11 @@ def test_shared_weights_stay_shared_or_are_refused(ranks: Ranks) -> None:
     assert ranks(2, tied) == [[f"{name}{why}" for name in ("again", "twin", "twin", "twin", "twin")]] * 2
 
 
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
 def mistakes() -> list[str]:
     mesh = init_mesh(tp=2, dp=1, device="cpu")
     texts = []
@@ -247,6 +252,18 @@ def mistakes() -> list[str]:
     ):
         with pytest.raises(ConfigError) as refused:
             parallelize_module(Mine(), mesh, wrong)  # type: ignore[arg-type]
+        texts.append(str(refused.value))
+    hooked, twice = nn.Linear(4, 4), nn.Sequential(Doubled(4, 4))
+    hooked.register_forward_hook(lambda *_: None)
+    encoder = nn.TransformerEncoderLayer(8, 2, 16)
+    for module, wrong in (
+        (nn.Sequential(hooked), {"0": Column()}),
+        (twice, {"0": Row()}),
+        ([hooked], {"0": Row()}),
+        (encoder, {"linear1": Column()}),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            parallelize_module(module, mesh, wrong)  # type: ignore[arg-type]
         texts.append(str(refused.value))
     for wrong in ({"": Column()}, {"x": Column()}):
         with pytest.raises(ConfigError) as refused:
@@ -272,9 +289,14 @@ def test_mistakes_in_a_plan_are_named(ranks: Ranks) -> None:
         "out_features=32 of 32 rows in 3 heads: the heads must divide the rows. There can be one of [1, 2, 4, 8, 16, 32]",
         "'blocks.0.0': None in the plan: it is no style. Use Column(), Row(), Vocab() or Norm()",
         f"'*': Column in the plan: {own}{linear.removeprefix('nn.Linear inside the module')}",
-        "pattern 0 in the plan: names of modules are text. Use '0'",
+        f"pattern 0 in the plan: names of modules are text. Modules are {names}",
         f"plan={[Column(), Row()]!r}: {no_plan}",
         f"plan=None: {no_plan}",
+        "0 with hooks: they would be lost with the module. Add them after parallelize_module",
+        "'0': Row in the plan: it matches '0' (Doubled), and Row is for nn.Linear inside the module. There is none; Norm fits any module",
+        "a list as module: a plan is for the modules inside a torch module. Give the nn.Module",
+        "linear1 in a TransformerEncoderLayer: that reads the weights inside it itself. "
+        "Keep it whole, or write it with layers that are called",
         f"'': Column in the plan: {own}. There is none; Norm fits any module",
         "pattern 'x' in the plan: matches no module. Modules are none",
     ]
