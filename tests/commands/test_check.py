@@ -114,7 +114,7 @@ def no_weight_decay(init: Any) -> Any:
 BROKEN: dict[str, tuple[Row, Any, str, Callable[[Any], Any]]] = {
     "row-parallel output": (TP, RowParallelLinear, "forward", scaled_row),
     "norms under sequence parallelism": (TP, plan, "Placement", without_norm_sums),
-    "gradients over dp": (DP, Zero, "reduce", not_summed),
+    "gradients over dp": (DP, Zero, "_sum", not_summed),
     "initial values": (PP, engine, "initialize_", other_seed),
     "initial values on one rank": (TP, Engine, "whole_parameters", other_in_the_first),
     "loss": (PP, Engine, "_agree_on_loss", loss_by_rank),
