@@ -2,10 +2,54 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "gpu.h"
+#include "link.h"
+#include "nccl.h"
 #include "probe.h"
 
 namespace py = pybind11;
+using pymesh3d::Gpu;
+using pymesh3d::Link;
+using pymesh3d::Nccl;
+using pymesh3d::NcclOptions;
+using pymesh3d::Piece;
 using pymesh3d::Probe;
+using pymesh3d::Stream;
+using pymesh3d::UniqueId;
+
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+py::bytes as_bytes(const UniqueId& id) { return {id.bytes, sizeof id.bytes}; }
+
+UniqueId as_id(const std::string& bytes) {
+  UniqueId id{};
+  if (bytes.size() != sizeof id.bytes) throw py::value_error("a unique id has 128 bytes, got " + std::to_string(bytes.size()));
+  std::copy(bytes.begin(), bytes.end(), id.bytes);
+  return id;
+}
+
+std::unique_ptr<Link> make_link(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, const std::string& id, int rank,
+                           std::uintptr_t scratch, int min_ctas, int max_ctas, double timeout) {
+  if (rank != 0 && rank != 1) throw py::value_error("a link has ranks 0 and 1, got " + std::to_string(rank));
+  const UniqueId unique = as_id(id);
+  const py::gil_scoped_release released;
+  return std::make_unique<Link>(std::move(gpu), std::move(nccl), unique, rank, Piece{scratch, 1}, NcclOptions{min_ctas, max_ctas, timeout});
+}
+
+std::uint64_t transfer(Link& link, std::uintptr_t sent, std::size_t sent_bytes, std::uintptr_t received, std::size_t received_bytes, Stream stream) {
+  const py::gil_scoped_release released;
+  return link.transfer({sent, sent_bytes}, {received, received_bytes}, stream);
+}
+
+}  // namespace
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "The compiled part of pymesh3d. It knows integers, pointers and streams; no tensors, no mesh.";
@@ -16,6 +60,27 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("version", [](const Probe& probe) { return py::tuple(py::cast(probe.version)); })
       .def_readonly("was_loaded", &Probe::was_loaded)
       .def_readonly("error", &Probe::error);
+
+  py::register_exception<pymesh3d::LibraryError>(module, "LibraryError", PyExc_RuntimeError);
+  py::register_exception<pymesh3d::GpuError>(module, "GpuError", PyExc_RuntimeError);
+  py::register_exception<pymesh3d::NcclError>(module, "NcclError", PyExc_RuntimeError);
+
+  py::class_<Gpu, std::shared_ptr<Gpu>>(module, "Gpu", "The CUDA driver.").def(py::init<const std::string&>(), py::arg("path"));
+
+  py::class_<Nccl, std::shared_ptr<Nccl>>(module, "Nccl", "The NCCL library.")
+      .def(py::init<const std::string&>(), py::arg("path"))
+      .def_property_readonly("version", &Nccl::version)
+      .def("unique_id", [](const Nccl& nccl) { return as_bytes(nccl.unique_id()); });
+
+  py::class_<Link>(module, "Link", "What joins two ranks, 0 and 1: transfers both ways, in order.")
+      .def(py::init(&make_link), py::arg("gpu"), py::arg("nccl"), py::arg("id"), py::arg("rank"), py::arg("scratch"), py::kw_only(),
+           py::arg("min_ctas") = 0, py::arg("max_ctas") = 0, py::arg("timeout") = 300.0)
+      .def("transfer", &transfer, py::arg("sent"), py::arg("sent_bytes"), py::arg("received"), py::arg("received_bytes"), py::arg("stream"))
+      .def("join", &Link::join, py::arg("number"), py::arg("stream"), NoGil())
+      .def("finished", &Link::finished, NoGil())
+      .def("check", &Link::check, NoGil())
+      .def("abort", &Link::abort, py::arg("seconds"), NoGil())
+      .def("close", &Link::close, NoGil());
 
   // Opening a library reads files and runs its constructors, which may take long.
   module.def("probe", &pymesh3d::probe, py::arg("name"), py::arg("path") = "", py::call_guard<py::gil_scoped_release>(),

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 
 from pymesh3d.comm.collectives import all_reduce_, gather_rows
-from pymesh3d.comm.p2p import Channels
+from pymesh3d.comm.links import Expected
+from pymesh3d.comm.p2p import Links
+from pymesh3d.comm.watch import on_host
 from pymesh3d.comm.whole import whole
 from pymesh3d.config import ModelConfig, TrainConfig, validate
 from pymesh3d.dp.zero import Zero
 from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.initial import materialize
-from pymesh3d.mesh import Mesh, exchange_text, named, require_equal
+from pymesh3d.mesh import Mesh, exchange_text, require_equal
 from pymesh3d.models.llama import Llama, initialize_, plan
 from pymesh3d.placement import placement_of
 from pymesh3d.planner.model import layer_parameters
@@ -123,7 +125,7 @@ class Engine:
 
     def __init__(self, model: Llama, mesh: Mesh, config: TrainConfig, zero: Zero) -> None:
         self.model, self.mesh, self.config, self.zero = model, mesh, config, zero
-        self.channels = Channels(mesh)
+        self.links = Links(mesh)
         self._schedules: dict[tuple[str, int], tuple[Action, ...]] = {}
         self._divisor = torch.ones((), dtype=torch.int64, device=mesh.device)
         self.stage = Stage(model, first=mesh.pp.rank == 0, last=mesh.pp.rank == mesh.pp.size - 1, loss=self._loss)
@@ -145,7 +147,7 @@ class Engine:
         Called several times before `optimizer_step`, the gradients add up.
         """
         microbatches = self._prepare(batch)
-        loss = run(self._actions(self.config.schedule, len(microbatches)), self.stage, self.channels, microbatches)
+        loss = run(self._actions(self.config.schedule, len(microbatches)), self.stage, self.links, microbatches)
         return self._agree_on_loss(loss, microbatches)
 
     def optimizer_step(self) -> tuple[float, bool]:
@@ -156,7 +158,7 @@ class Engine:
         """The mean loss over the valid tokens of a global batch, without gradients; the same on every rank."""
         microbatches = self._prepare(batch)
         actions = [action for action in self._actions("gpipe", len(microbatches)) if action.kind in ("F", "SF", "RF")]
-        return self._agree_on_loss(run(actions, self.stage, self.channels, microbatches, train=False), microbatches)[0]
+        return self._agree_on_loss(run(actions, self.stage, self.links, microbatches, train=False), microbatches)[0]
 
     def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter of this stage, unsharded, by its full name. All ranks of the stage must iterate to the end."""
@@ -195,7 +197,8 @@ class Engine:
         held = ids.shape[1] // (self.mesh.tp.size if self.config.sequence_parallel else 1)
         dtype = DTYPES[self.config.dtype]
         pairs = zip(ids.tensor_split(number), targets.tensor_split(number), strict=True)
-        return [Microbatch(i, t, (held * i.shape[0], self.model.config.dim), dtype) for i, t in pairs]
+        dim = self.model.config.dim
+        return [Microbatch(i, t, Expected((held * i.shape[0], dim), dtype, number)) for number, (i, t) in enumerate(pairs)]
 
     def _checked(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         if not (isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(part, torch.Tensor) for part in batch)):
@@ -245,8 +248,7 @@ class Engine:
         mine = torch.stack((loss, torch.full_like(loss, tokens), _fingerprint(microbatches)))
         if mesh.tp.rank:
             mine[:2] = 0
-        with named("loss", mesh.all):
-            rows = gather_rows(mine, mesh.all).tolist()
+        rows = on_host(gather_rows(mine, mesh.all), "loss", mesh).tolist()
         for first in range(mesh.dp.size):
             ranks = mesh.ranks[:, first].flatten().tolist()
             others = [rank for rank in ranks if rows[rank][2] != rows[ranks[0]][2]]

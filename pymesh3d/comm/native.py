@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
+
+import torch
 
 from pymesh3d import __version__
 
 if TYPE_CHECKING:
-    from pymesh3d._C import Probe
+    from pymesh3d._C import Gpu, Link, Nccl, Probe
 
 reason = ""
 """Why the compiled part is not available; empty if it is."""
@@ -32,3 +35,28 @@ def probe(name: str, path: str = "") -> Probe | None:
     Import torch first: a copy that the process already holds is the one that is asked. Raises ValueError for an unknown name.
     """
     return _C.probe(name, path) if available else None
+
+
+def no_nccl() -> str:
+    """Why our bindings to NCCL cannot be used beside torch's; empty if they can."""
+    if not available:
+        return f"the compiled part is {reason}"
+    found, wanted = _C.probe("nccl"), torch.cuda.nccl.version() if torch.cuda.is_available() else ()
+    if found.error:
+        return f"NCCL cannot be opened: {found.error}"
+    return "" if found.version == wanted else f"the NCCL found is {found.version} in {found.path}, torch has {wanted}"
+
+
+@functools.cache
+def libraries(cuda: str = "libcuda.so.1", nccl: str = "libnccl.so.2") -> tuple[Gpu, Nccl]:
+    """The CUDA driver and NCCL, the copies that torch has loaded. Raises RuntimeError where one cannot be opened."""
+    return _C.Gpu(cuda), _C.Nccl(nccl)
+
+
+def link(gpu: Gpu, nccl: Nccl, unique: bytes, rank: int, device: torch.device, *, timeout: float, ctas: int = 0) -> Link:
+    """End 0 or 1 of a link. Waits for the other end. Raises RuntimeError with NCCL's words."""
+    scratch = torch.zeros(1, dtype=torch.uint8, device=device)
+    made = _C.Link(gpu, nccl, unique, rank, scratch.data_ptr(), min_ctas=ctas, max_ctas=ctas, timeout=timeout)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # it has connected with `scratch`, which goes now
+    return made

@@ -1,116 +1,126 @@
-"""Point-to-point channels between neighbouring pipeline stages.
-
-One channel a neighbour and direction, each with a process group of its own, so that what waits on one never blocks the
-other; all are made and used once at start, in one global order. A channel is a queue: what is sent first is received first.
-"""
+"""The links between neighbouring pipeline stages: all are made and used once at start, in one global order."""
 
 from __future__ import annotations
 
-import collections
-import contextlib
+import functools
+import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from pymesh3d.mesh import Axis, Mesh, named
+from pymesh3d.comm import native
+from pymesh3d.comm.links import Expected, Link, NcclLink, TorchLink
+from pymesh3d.comm.watch import on_host
+from pymesh3d.errors import ConfigError
+from pymesh3d.mesh import Axis, Mesh, exchange_text, named
 
-ON_THE_WAY = 2  # tensors that a channel keeps while they are sent; a receiver gets ready for one while it works on another
+VARIABLE = "PYMESH3D_P2P"  # of the environment; it forces one of `TRANSPORTS`
+TRANSPORTS = ("nccl", "torch")
+WARM = 8  # numbers that each end sends at first
 
-
-class Channel:
-    """One direction between two ranks. The sender calls `send`, the receiver `post` (early) and `take` (when it needs the tensor)."""
-
-    def __init__(self, axis: Axis, *, sender: bool, operation: str) -> None:
-        self._axis = axis
-        self._sender = sender
-        self._operation = operation
-        self._sent: collections.deque[tuple[dist.Work, torch.Tensor, int]] = collections.deque()
-        self._posted: collections.deque[tuple[dist.Work, torch.Tensor, int]] = collections.deque()
-
-    def send(self, tensor: torch.Tensor, microbatch: int) -> None:
-        """Start sending. The tensor itself is kept, not a copy, until it has left: drop it freely, but do not write into it.
-
-        With `ON_THE_WAY` tensors under way it first waits for the oldest. Schedules are checked with sends that wait every time.
-        """
-        assert self._sender, "this end of the channel receives"
-        while len(self._sent) >= ON_THE_WAY:
-            self._finish_oldest()
-        tensor = tensor.detach().contiguous()
-        with self._named(microbatch):
-            self._sent.append((self._start(dist.isend, tensor, self._axis.ranks[1]), tensor, microbatch))
-
-    def post(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, microbatch: int) -> None:
-        """Get ready to receive the next tensor."""
-        assert not self._sender, "this end of the channel sends"
-        tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
-        with self._named(microbatch):
-            self._posted.append((self._start(dist.irecv, tensor, self._axis.ranks[0]), tensor, microbatch))
-
-    def take(self) -> torch.Tensor:
-        """The oldest posted tensor, once it has arrived."""
-        work, tensor, microbatch = self._posted.popleft()
-        with self._named(microbatch):
-            work.wait()
-        return tensor
-
-    def flush(self) -> None:
-        """Wait until all that was sent has left."""
-        while self._sent:
-            self._finish_oldest()
-
-    def _finish_oldest(self) -> None:
-        work, _, microbatch = self._sent.popleft()
-        with self._named(microbatch):
-            work.wait()
-
-    def _named(self, microbatch: int) -> contextlib.AbstractContextManager[None]:
-        return named(f"{'send' if self._sender else 'receive'} of {self._operation} of microbatch {microbatch}", self._axis)
-
-    def _start(self, operation: Callable[..., Any], tensor: torch.Tensor, peer: int) -> dist.Work:
-        # As a batch of one: with NCCL a bare isend would make a second communicator for the pair.
-        (work,) = dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group=self._axis.group)])
-        return work
+Pairs = Sequence[Sequence[int]]
 
 
-class Channels:
-    """The channels of one rank of a pipeline, None at its ends: activations go from stage to stage, gradients the other way."""
+class Links:
+    """The links of one rank of a pipeline: to the stage before and to the stage after, None at the ends.
 
-    activations_in: Channel | None
-    activations_out: Channel | None
-    gradients_in: Channel | None
-    gradients_out: Channel | None
+    They run over torch.distributed, or with PYMESH3D_P2P=nccl over our NCCL bindings, where those are built and torch has the same
+    NCCL. Raises ConfigError where the environment asks for what is not here.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
-        self.activations_in = self.activations_out = self.gradients_in = self.gradients_out = None
-        for stage in range(mesh.pp.size - 1):  # one global order: stage by stage, activations first
-            pairs = mesh.along("pp")[:, stage : stage + 2]
-            for line in mesh.new_lines("pp", pairs.tolist()):
-                if line.rank == 0:
-                    self.activations_out = _connect(line, "activations", mesh.device)
-                else:
-                    self.activations_in = _connect(line, "activations", mesh.device)
-            for line in mesh.new_lines("pp", pairs[:, ::-1].tolist()):
-                if line.rank == 0:
-                    self.gradients_out = _connect(line, "gradients", mesh.device)
-                else:
-                    self.gradients_in = _connect(line, "gradients", mesh.device)
+        self.before: Link | None = None
+        self.after: Link | None = None
+        pairs = [mesh.along("pp")[:, stage : stage + 2].tolist() for stage in range(mesh.pp.size - 1)]
+        links = open_links(mesh, pairs, transport(mesh.device)) if pairs else []
+        for stage, link in enumerate(links):
+            if mesh.pp.rank == stage:
+                self.after = link
+            elif mesh.pp.rank == stage + 1:
+                self.before = link
 
     def flush(self) -> None:
-        """Wait until all that was sent has left."""
-        for channel in (self.activations_out, self.gradients_out):
-            if channel is not None:
-                channel.flush()
+        """Wait until all that was sent has left; on CUDA the current stream waits, not the host."""
+        for link in (self.before, self.after):
+            if link is not None:
+                link.flush()
 
 
-def _connect(line: Axis, operation: str, device: torch.device) -> Channel:
-    """The channel from the first to the second rank of `line`, used once so that its connection stands."""
-    channel = Channel(line, sender=line.rank == 0, operation=operation)
-    if line.rank == 0:
-        channel.send(torch.zeros(1, dtype=torch.float32, device=device), 0)
-        channel.flush()
-    else:
-        channel.post((1,), torch.float32, device, 0)
-        channel.take()
-    return channel
+def transport(device: torch.device) -> str:
+    """Which of `TRANSPORTS` links on `device` use. Raises ConfigError.
+
+    Ours is not the default yet: what it does on GPUs when a peer is killed has not been seen to end well.
+    """
+    forced = os.environ.get(VARIABLE, "")
+    if forced and forced not in TRANSPORTS:
+        raise ConfigError(f"{VARIABLE}={forced}", "no such transport", f"Use {' or '.join(TRANSPORTS)}, or leave it unset")
+    missing = "it needs GPUs" if device.type != "cuda" else native.no_nccl()
+    if forced == "nccl" and missing:
+        raise ConfigError(f"{VARIABLE}=nccl", missing, f"Use {VARIABLE}=torch, or leave it unset")
+    return forced or "torch"
+
+
+def open_links(mesh: Mesh, wanted: Sequence[Pairs], over: str) -> list[Link | None]:
+    """Links in the order in which they are wanted, each used once: disjoint pairs of a stage's rank and the next one's.
+
+    All ranks of the mesh must call with the same. Returns for each the end that this rank has, or None.
+    """
+    opened = _over_nccl(mesh, wanted) if over == "nccl" else _over_torch(mesh)
+    links: list[Link | None] = []
+    for number, pairs in enumerate(wanted):
+        link = opened(number, pairs)
+        if link is not None:
+            _use_once(link, mesh, next(pair for pair in pairs if mesh.rank in pair))
+        links.append(link)
+    return links
+
+
+def _names(first: bool) -> dict[str, str]:
+    return {"sends": "activations", "receives": "gradients"} if first else {"sends": "gradients", "receives": "activations"}
+
+
+def _over_torch(mesh: Mesh) -> Callable[[int, Pairs], Link | None]:
+    def opened(_: int, pairs: Pairs) -> Link | None:
+        lines = [*mesh.new_lines("pp", pairs), *mesh.new_lines("pp", [pair[::-1] for pair in pairs])]
+        if not lines:
+            return None
+        forth, back = lines  # one a direction, the sender first
+        out, into = (forth, back) if forth.rank == 0 else (back, forth)
+        return TorchLink(out, into, **_names(forth.rank == 0), device=mesh.device)
+
+    return opened
+
+
+def _over_nccl(mesh: Mesh, wanted: Sequence[Pairs]) -> Callable[[int, Pairs], Link | None]:
+    gpu, nccl = native.libraries()
+    leads = [any(pair[0] == mesh.rank for pair in pairs) for pairs in wanted]
+    ids = exchange_text(" ".join(nccl.unique_id().hex() if lead else "none" for lead in leads), mesh.device, "exchanging ids of links")
+
+    def opened(number: int, pairs: Pairs) -> Link | None:
+        pair = next((pair for pair in pairs if mesh.rank in pair), None)
+        if pair is None:
+            return None
+        line = Axis("pp", pair.index(mesh.rank), tuple(pair), mesh.pp.group)
+        unique = bytes.fromhex(ids[pair[0]].split()[number])
+        with named("connecting stages", line):
+            end = native.link(gpu, nccl, unique, line.rank, mesh.device, timeout=mesh.timeout.total_seconds())
+        mesh.watched.append(end)
+        # What torch.cuda.current_stream(device).cuda_stream is, without making an object for each transfer.
+        stream = functools.partial(torch._C._cuda_getCurrentRawStream, mesh.device.index)
+        return NcclLink(end, line, **_names(line.rank == 0), device=mesh.device, stream=stream)
+
+    return opened
+
+
+def _use_once(link: Link, mesh: Mesh, pair: Sequence[int]) -> None:
+    """Send some numbers both ways, so that the connection stands before anybody computes."""
+    numbers = torch.zeros(WARM, device=mesh.device)
+    expected = Expected((WARM,), numbers.dtype, 0)
+    if mesh.rank == pair[0]:
+        link.send(numbers, 0)
+        link.post(expected)
+    else:  # the other way round: torch's NCCL makes the communicator of a direction when it is first used, and both must make the same
+        link.post(expected)
+        link.send(numbers, 0)
+    link.flush()
+    on_host(link.take(), f"the first message between ranks {pair[0]} and {pair[1]}", mesh)

@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from pymesh3d.comm.collectives import Pending, all_gather, all_reduce_, all_to_all
+from pymesh3d.comm.watch import on_host
 from pymesh3d.config import require_number, require_positive
 from pymesh3d.dp.buckets import Bucket, make_buckets
 from pymesh3d.dp.norm import clip_factor, gradient_norm
 from pymesh3d.dp.trained import agree_on, trained_parameters
 from pymesh3d.errors import ConfigError
-from pymesh3d.mesh import Mesh, named
+from pymesh3d.mesh import Mesh
 from pymesh3d.placement import placement_of
 
 log = logging.getLogger("pymesh3d")
@@ -118,8 +119,7 @@ class Zero:
             require_number("max_norm", max_norm, default="None, which switches clipping off", above_zero=True)
         self.reduce()
         total = self.norm()
-        with named("gradient norm", self.mesh.all):  # on CUDA the host waits here for what it has started
-            norm = total.item()
+        norm = on_host(total, "gradient norm", self.mesh).item()
         taken = math.isfinite(norm)  # every rank has the same bits, so all take the step or none
         if taken:
             self.update(None if max_norm is None else clip_factor(total, max_norm))

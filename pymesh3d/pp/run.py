@@ -2,69 +2,67 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 
 import torch
 
-from pymesh3d.comm.p2p import Channel, Channels
+from pymesh3d.comm.links import Expected, Link
+from pymesh3d.comm.p2p import Links
 from pymesh3d.pp.stage import Stage
-from pymesh3d.schedule.actions import Action
+from pymesh3d.schedule.actions import RECEIVES, Action
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Microbatch:
-    """What every stage knows of one microbatch: token ids [b, S], targets [b, S], and the shape and dtype of its hidden states."""
+    """What every stage knows of one microbatch: token ids [b, S], targets [b, S], and its hidden states, which stages exchange."""
 
     ids: torch.Tensor
     targets: torch.Tensor
-    hidden: tuple[int, ...]
-    dtype: torch.dtype
+    hidden: Expected
 
 
-def run(
-    actions: Sequence[Action], stage: Stage, channels: Channels, microbatches: Sequence[Microbatch], *, train: bool = True
-) -> torch.Tensor:
+def run(actions: Sequence[Action], stage: Stage, links: Links, microbatches: Sequence[Microbatch], *, train: bool = True) -> torch.Tensor:
     """Carry out one rank's actions. Returns the sum of its losses, float64 [] (0 where this is not the last stage)."""
     device = microbatches[0].ids.device
     loss = torch.zeros((), dtype=torch.float64, device=device)
-    ready: dict[str, torch.Tensor | None] = {}  # what F and B made, until it is sent
+    made: dict[str, torch.Tensor | None] = {}  # by F and B, until it is sent
+    links_of = {"RF": links.before, "SB": links.before, "SF": links.after, "RB": links.after}
+    todo = collections.deque(actions)
     try:
-        for action in actions:
+        while todo:
+            action = todo.popleft()
             number = action.microbatch
             batch = microbatches[number]
             match action.kind:
-                case "RF":
-                    _open(channels.activations_in).post(batch.hidden, batch.dtype, device, number)
-                case "RB":
-                    _open(channels.gradients_in).post(batch.hidden, batch.dtype, device, number)
                 case "F":
-                    h = None if stage.first else _open(channels.activations_in).take()
+                    h = None if stage.first else _open(links.before).take()
                     output = stage.forward(number, batch.ids, batch.targets, h, train=train)
                     if stage.last:
                         loss += output
                     else:
-                        ready[f"SF{number}"] = output
+                        made[f"SF{number}"] = output
                 case "B":
-                    grad = None if stage.last else _open(channels.gradients_in).take()
-                    ready[f"SB{number}"] = stage.backward(number, grad)
-                case "SF":
-                    _open(channels.activations_out).send(_made(ready.pop(f"SF{number}")), number)
-                case "SB":
-                    _open(channels.gradients_out).send(_made(ready.pop(f"SB{number}")), number)
+                    grad = None if stage.last else _open(links.after).take()
+                    made[f"SB{number}"] = stage.backward(number, grad)
+                case "RF" | "RB":
+                    _open(links_of[action.kind]).post(batch.hidden)
+                case "SF" | "SB":
+                    link, tensor = _open(links_of[action.kind]), made.pop(f"{action.kind}{number}")
+                    assert tensor is not None, "the schedule sends a gradient that the stage does not have"
+                    if todo and links_of.get(todo[0].kind) is link and todo[0].kind in RECEIVES:  # both ways in one transfer
+                        link.send(tensor, number, microbatches[todo.popleft().microbatch].hidden)
+                    else:
+                        link.send(tensor, number)
                 case _:
                     raise AssertionError(f"no rule to run {action}")
-        channels.flush()
+        links.flush()
     finally:
         stage.forget()
     return loss
 
 
-def _open(channel: Channel | None) -> Channel:
-    assert channel is not None, "the schedule sends where the pipeline ends"
-    return channel
-
-
-def _made(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert tensor is not None, "the schedule sends a gradient that the stage does not have"
-    return tensor
+def _open(link: Link | None) -> Link:
+    assert link is not None, "the schedule sends where the pipeline ends"
+    return link

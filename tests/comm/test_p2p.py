@@ -1,4 +1,4 @@
-"""Channels between pipeline stages: a queue that keeps what it sends, and says who is gone."""
+"""Links between pipeline stages: queues that keep what they send, and say who is gone."""
 
 from __future__ import annotations
 
@@ -10,43 +10,52 @@ from typing import Any
 import pytest
 import torch
 
-from pymesh3d.comm.p2p import Channel, Channels
-from pymesh3d.errors import DistributedError
+from pymesh3d.comm import native
+from pymesh3d.comm.links import Expected, Link
+from pymesh3d.comm.p2p import TRANSPORTS, VARIABLE, Links, transport
+from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.launch import launch
-from pymesh3d.mesh import Mesh, init_mesh
+from pymesh3d.mesh import init_mesh
 
 Ranks = Callable[..., list[Any]]
 COUNT, NUMBERS = 40, 5000
 SENT = [(float(n), float(n), NUMBERS + n) for n in range(COUNT)]
 
 
-def ends(mesh: Mesh, channels: Channels) -> tuple[Channel, Channel]:
-    """Of a pipeline of two: the end that sends, the end that receives."""
-    pair = (channels.activations_out, channels.gradients_in) if mesh.pp.rank == 0 else (channels.gradients_out, channels.activations_in)
-    out, into = pair
-    assert out is not None and into is not None
-    return out, into
+def only(links: Links) -> Link:
+    """The one link of an end of a pipeline of two."""
+    link = links.before or links.after
+    assert link is not None
+    return link
 
 
 def many_sends(device: str = "cpu") -> list[tuple[float, float, int]]:
     """Both sides send many tensors, free each at once and overwrite the memory; (smallest, largest value, numbers) of what came."""
     mesh = init_mesh(pp=2, device=device)
-    out, into = ends(mesh, Channels(mesh))
+    link = only(Links(mesh))
     received = []
     for n in range(COUNT):
         tensor = torch.full((NUMBERS + n,), float(n), dtype=torch.float64, device=mesh.device)
-        out.send(tensor, n)
+        if n == 0:
+            time.sleep(0.2 * mesh.rank)  # one side is later
+        expected = Expected((NUMBERS + n,), torch.float64, n)
+        if n % 3:
+            link.send(tensor, n, expected)
+        elif mesh.rank == 0:
+            link.send(tensor, n)
+            link.post(expected)
+        else:
+            link.post(expected)
+            link.send(tensor, n)
         del tensor
         torch.full((NUMBERS + n,), 12345.0, dtype=torch.float64, device=mesh.device)
-        if n == 0:
-            time.sleep(0.2 * mesh.rank)  # one side receives later
-        into.post((NUMBERS + n,), torch.float64, mesh.device, n)
         if n % 2:  # two receives are open at a time
-            received += [into.take(), into.take()]
-            assert len(out._sent) <= 2, "what was sent before is no longer kept"
-    out.flush()
+            received += [link.take(), link.take()]
+            assert device == "cuda" or len(link._sent) <= 2, "what was sent before is no longer kept"  # type: ignore[attr-defined]
+    link.flush()
+    found = [(t.min().item(), t.max().item(), t.numel()) for t in received]
     mesh.close()
-    return [(t.min().item(), t.max().item(), t.numel()) for t in received]
+    return found
 
 
 def test_order_is_kept_and_sent_tensors_may_be_freed(ranks: Ranks) -> None:
@@ -55,23 +64,22 @@ def test_order_is_kept_and_sent_tensors_may_be_freed(ranks: Ranks) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_order_is_kept_between_gpus() -> None:
+@pytest.mark.parametrize("over", TRANSPORTS)
+def test_order_is_kept_between_gpus(monkeypatch: pytest.MonkeyPatch, over: str) -> None:
+    monkeypatch.setenv(VARIABLE, over)
     script = "from tests.comm.test_p2p import SENT, many_sends; assert many_sends('cuda') == SENT"
     assert launch(["-c", script], 2) == 0
 
 
 def not_contiguous() -> list[list[float]] | None:
     mesh = init_mesh(pp=2, device="cpu")
-    channels = Channels(mesh)
+    links, found = Links(mesh), None
     if mesh.pp.rank == 0:
-        assert channels.activations_out is not None
-        channels.activations_out.send(torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True).t(), 0)
-        channels.flush()
-        found = None
+        only(links).send(torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True).t(), 0)
+        links.flush()
     else:
-        assert channels.activations_in is not None
-        channels.activations_in.post((2, 2), torch.float32, mesh.device, 0)
-        found = channels.activations_in.take().tolist()
+        only(links).post(Expected((2, 2), torch.float32, 0))
+        found = only(links).take().tolist()
     mesh.close()
     return found
 
@@ -80,26 +88,21 @@ def test_what_is_not_contiguous_arrives_in_order(ranks: Ranks) -> None:
     assert ranks(2, not_contiguous) == [None, [[1.0, 3.0], [2.0, 4.0]]]
 
 
-def neighbours() -> tuple[tuple[bool, ...], list[float]]:
-    """pp 3 x dp 2: which ends there are, and what comes when every stage sends its rank both ways."""
+def neighbours() -> tuple[tuple[bool, bool], list[float]]:
+    """pp 3 x dp 2: which links there are, and what comes when every stage sends its rank both ways."""
     mesh = init_mesh(pp=3, dp=2, device="cpu")
-    channels = Channels(mesh)
-    every = (channels.activations_in, channels.activations_out, channels.gradients_in, channels.gradients_out)
-    for sender in (channels.activations_out, channels.gradients_out):
-        if sender is not None:
-            sender.send(torch.tensor([float(mesh.rank)]), 0)
-    received = []
-    for receiver in (channels.activations_in, channels.gradients_in):
-        if receiver is not None:
-            receiver.post((1,), torch.float32, mesh.device, 0)
-            received.append(receiver.take().item())
-    channels.flush()
+    links = Links(mesh)
+    here = [link for link in (links.before, links.after) if link is not None]
+    for link in here:
+        link.send(torch.tensor([float(mesh.rank)]), 0, Expected((1,), torch.float32, 0))
+    received = [link.take().item() for link in here]
+    links.flush()
     mesh.close()
-    return tuple(end is not None for end in every), received
+    return (links.before is not None, links.after is not None), received
 
 
 def test_each_stage_is_joined_to_its_neighbours(ranks: Ranks) -> None:
-    first, middle, last = (False, True, True, False), (True, True, True, True), (True, False, False, True)
+    first, middle, last = (False, True), (True, True), (True, False)
     assert ranks(6, neighbours) == [
         (first, [2.0]),
         (first, [3.0]),
@@ -110,26 +113,32 @@ def test_each_stage_is_joined_to_its_neighbours(ranks: Ranks) -> None:
     ]
 
 
-def wrong_end() -> list[str]:
-    mesh = init_mesh(pp=2, device="cpu")
-    out, into = ends(mesh, Channels(mesh))
-    texts = []
-    for call in (lambda: out.post((1,), torch.float32, mesh.device, 0), lambda: into.send(torch.ones(1), 0)):
-        with pytest.raises(AssertionError) as caught:
-            call()
-        texts.append(str(caught.value))
-    mesh.close()
-    return texts
+def unknown_transport(value: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, value)
+        with pytest.raises(ConfigError) as caught:
+            transport(torch.device("cpu"))
+    return str(caught.value)
 
 
-def test_an_end_only_sends_or_only_receives(ranks: Ranks) -> None:
-    assert ranks(2, wrong_end) == [["this end of the channel sends", "this end of the channel receives"]] * 2
+def test_a_transport_can_be_forced_if_it_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unknown_transport("mpi") == f"{VARIABLE}=mpi: no such transport. Use nccl or torch, or leave it unset"
+    assert unknown_transport("nccl") == f"{VARIABLE}=nccl: it needs GPUs. Use {VARIABLE}=torch, or leave it unset"
+    cuda = torch.device("cuda")
+    monkeypatch.setenv(VARIABLE, "nccl")
+    monkeypatch.setattr(native, "no_nccl", lambda: "torch has another NCCL")
+    with pytest.raises(ConfigError, match=f"{VARIABLE}=nccl: torch has another NCCL. Use {VARIABLE}=torch, or leave it unset"):
+        transport(cuda)
+    monkeypatch.setattr(native, "no_nccl", lambda: "")
+    assert transport(cuda) == "nccl"
+    monkeypatch.delenv(VARIABLE)
+    assert transport(cuda) == transport(torch.device("cpu")) == "torch"
 
 
 def lost_peer(dies: int, how: str) -> tuple[str, float] | None:
     """Rank `dies` of two ends ("killed") or says nothing for 5 s ("frozen"), the limit being 2 s; what the other is told."""
     mesh = init_mesh(pp=2, device="cpu", timeout_s=2.0)
-    out, into = ends(mesh, Channels(mesh))
+    link = only(Links(mesh))
     if mesh.rank == dies:
         if how == "killed":
             os._exit(7)
@@ -139,11 +148,11 @@ def lost_peer(dies: int, how: str) -> tuple[str, float] | None:
     try:
         if mesh.rank == 0:
             for _ in range(20):  # the system takes some of it without the peer
-                out.send(torch.zeros(1_000_000), 5)
-            out.flush()
+                link.send(torch.zeros(1_000_000), 5)
+            link.flush()
         else:
-            into.post((4,), torch.float32, mesh.device, 5)
-            into.take()
+            link.post(Expected((4,), torch.float32, 5))
+            link.take()
     except DistributedError as error:
         return str(error), time.monotonic() - began
     return None

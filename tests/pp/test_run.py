@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from pymesh3d.comm.p2p import Channels
+from pymesh3d.comm.links import Expected
+from pymesh3d.comm.p2p import Links
 from pymesh3d.config import TrainConfig
 from pymesh3d.engine import parallelize
 from pymesh3d.mesh import init_mesh
@@ -106,12 +107,12 @@ def unit_gradients(schedule: str) -> tuple[float, list[float]]:
     mesh = init_mesh(pp=2, device="cpu")
     module = Unit()
     stage = Stage(module, first=mesh.pp.rank == 0, last=mesh.pp.rank == 1, loss=lambda output, _: output.mean() / 4)
-    channels = Channels(mesh)
-    microbatches = [Microbatch(torch.zeros(2, 4), torch.zeros(2, 4), (2, 4), torch.float64) for _ in range(4)]
+    links = Links(mesh)
+    microbatches = [Microbatch(torch.zeros(2, 4), torch.zeros(2, 4), Expected((2, 4), torch.float64, n)) for n in range(4)]
     actions = SCHEDULES[schedule](2, 4).ranks[mesh.pp.rank]
-    losses = [run(actions, stage, channels, microbatches).item() for _ in range(2)]
-    for channel in (channels.activations_out, channels.gradients_out):
-        assert channel is None or not channel._sent, "a step ends when all that it sent has left"
+    losses = [run(actions, stage, links, microbatches).item() for _ in range(2)]
+    for link in (links.before, links.after):
+        assert link is None or not link._sent, "a step ends when all that it sent has left"  # type: ignore[attr-defined]
     mesh.close()
     assert module.w.grad is not None
     return module.w.grad.item(), losses
@@ -124,9 +125,10 @@ def test_unit_gradients_add_up_to_two(ranks: Ranks, schedule: str) -> None:
 
 def test_an_action_without_a_rule_is_refused_and_nothing_is_kept() -> None:
     stage = Stage(Unit(), first=True, last=True, loss=lambda output, _: output.sum())
-    microbatch = Microbatch(torch.zeros(1, 1), torch.zeros(1, 1), (1, 1), torch.float64)
-    channels = Channels.__new__(Channels)
+    microbatch = Microbatch(torch.zeros(1, 1), torch.zeros(1, 1), Expected((1, 1), torch.float64, 0))
+    links = Links.__new__(Links)
+    links.before = links.after = None
     with pytest.raises(AssertionError, match="no rule to run W0"):
-        run([Action("F", 0, 0), Action("W", 0, 0)], stage, channels, [microbatch])
+        run([Action("F", 0, 0), Action("W", 0, 0)], stage, links, [microbatch])
     with pytest.raises(KeyError):
         stage.backward(0, None)

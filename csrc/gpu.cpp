@@ -1,0 +1,84 @@
+#include "gpu.h"
+
+namespace pymesh3d {
+namespace {
+
+constexpr int success = 0, not_ready = 600;  // CUDA_SUCCESS, CUDA_ERROR_NOT_READY
+constexpr int interface = 12000;             // the driver hands out its functions as CUDA 12.0 knew them
+constexpr unsigned non_blocking = 1;         // CU_STREAM_NON_BLOCKING
+constexpr unsigned without_timing = 2;       // CU_EVENT_DISABLE_TIMING
+
+void* pointer(std::uintptr_t handle) { return reinterpret_cast<void*>(handle); }
+
+}  // namespace
+
+template <typename Signature>
+Signature* Gpu::driver_function(const char* name) const {
+  auto* look_up = library_.function<Status(const char*, void**, int, std::uint64_t)>("cuGetProcAddress");
+  void* address = nullptr;
+  if (look_up(name, &address, interface, 0) != success || !address)
+    throw LibraryError(std::string("the CUDA driver has no function ") + name);
+  return reinterpret_cast<Signature*>(address);
+}
+
+Gpu::Gpu(const std::string& path)
+    : library_(path),
+      error_string_(driver_function<Status(Status, const char**)>("cuGetErrorString")),
+      get_context_(driver_function<Status(void**)>("cuCtxGetCurrent")),
+      set_context_(driver_function<Status(void*)>("cuCtxSetCurrent")),
+      priority_range_(driver_function<Status(int*, int*)>("cuCtxGetStreamPriorityRange")),
+      stream_create_(driver_function<Status(void**, unsigned, int)>("cuStreamCreateWithPriority")),
+      stream_destroy_(driver_function<Status(void*)>("cuStreamDestroy")),
+      stream_wait_event_(driver_function<Status(void*, void*, unsigned)>("cuStreamWaitEvent")),
+      event_create_(driver_function<Status(void**, unsigned)>("cuEventCreate")),
+      event_destroy_(driver_function<Status(void*)>("cuEventDestroy")),
+      event_record_(driver_function<Status(void*, void*)>("cuEventRecord")),
+      event_query_(driver_function<Status(void*)>("cuEventQuery")) {}
+
+void Gpu::check(Status status, const char* call) const {
+  if (status == success) return;
+  const char* text = nullptr;
+  error_string_(status, &text);
+  throw GpuError(std::string(call) + " failed: " + (text ? text : "unknown error") + " (" + std::to_string(status) + ")");
+}
+
+Context Gpu::context() const {
+  Context context = nullptr;
+  check(get_context_(&context), "cuCtxGetCurrent");
+  return context;
+}
+
+void Gpu::use(Context context) const { check(set_context_(context), "cuCtxSetCurrent"); }
+
+Stream Gpu::create_stream() const {
+  int least = 0, greatest = 0;
+  check(priority_range_(&least, &greatest), "cuCtxGetStreamPriorityRange");
+  void* stream = nullptr;
+  check(stream_create_(&stream, non_blocking, greatest), "cuStreamCreateWithPriority");
+  return reinterpret_cast<Stream>(stream);
+}
+
+void Gpu::destroy_stream(Stream stream) const noexcept { stream_destroy_(pointer(stream)); }
+
+Event Gpu::create_event() const {
+  void* event = nullptr;
+  check(event_create_(&event, without_timing), "cuEventCreate");
+  return reinterpret_cast<Event>(event);
+}
+
+void Gpu::destroy_event(Event event) const noexcept { event_destroy_(pointer(event)); }
+
+void Gpu::record(Event event, Stream stream) const { check(event_record_(pointer(event), pointer(stream)), "cuEventRecord"); }
+
+void Gpu::wait(Stream stream, Event event) const {
+  check(stream_wait_event_(pointer(stream), pointer(event), 0), "cuStreamWaitEvent");
+}
+
+bool Gpu::finished(Event event) const {
+  const Status status = event_query_(pointer(event));
+  if (status == not_ready) return false;
+  check(status, "cuEventQuery");
+  return true;
+}
+
+}  // namespace pymesh3d

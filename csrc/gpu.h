@@ -1,0 +1,64 @@
+// The CUDA driver, opened while the program runs: its streams and events, and what goes wrong with them.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "library.h"
+
+namespace pymesh3d {
+
+// A driver call that failed; what() names the call and gives the driver's own text.
+struct GpuError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+using Stream = std::uintptr_t;  // a CUstream, as Python hands it over
+using Event = std::uintptr_t;   // a CUevent
+
+using Context = void*;  // a CUcontext
+
+// All calls act on the context that is current on the calling thread.
+class Gpu {
+ public:
+  explicit Gpu(const std::string& path = "libcuda.so.1");
+
+  // The current context, for another thread to use.
+  Context context() const;
+  void use(Context context) const;
+
+  // A stream that does not wait for the default one, of the highest priority there is.
+  Stream create_stream() const;
+  void destroy_stream(Stream stream) const noexcept;
+
+  // An event that takes no times.
+  Event create_event() const;
+  void destroy_event(Event event) const noexcept;
+
+  void record(Event event, Stream stream) const;
+  // What is enqueued on `stream` from now on runs after what `event` stands for. The host does not wait.
+  void wait(Stream stream, Event event) const;
+  bool finished(Event event) const;
+
+ private:
+  using Status = int;  // CUresult
+  template <typename Signature>
+  Signature* driver_function(const char* name) const;
+  void check(Status status, const char* call) const;
+
+  Library library_;
+  Status (*error_string_)(Status, const char**);
+  Status (*get_context_)(void**);
+  Status (*set_context_)(void*);
+  Status (*priority_range_)(int*, int*);
+  Status (*stream_create_)(void**, unsigned, int);
+  Status (*stream_destroy_)(void*);
+  Status (*stream_wait_event_)(void*, void*, unsigned);
+  Status (*event_create_)(void**, unsigned);
+  Status (*event_destroy_)(void*);
+  Status (*event_record_)(void*, void*);
+  Status (*event_query_)(void*);
+};
+
+}  // namespace pymesh3d

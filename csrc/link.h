@@ -1,0 +1,58 @@
+// What joins two ranks: tensors go both ways, in order, on a stream of its own beside what the GPU computes meanwhile.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "gpu.h"
+#include "nccl.h"
+
+namespace pymesh3d {
+
+// Both ends make matching transfers in the same order: where one sends the other receives, and where one does both the other does too. No
+// call makes the host wait for the GPU or for the peer, except the constructor, which waits for the peer. The memory of a transfer must
+// stay as it is until the transfer has finished; whoever calls keeps it alive.
+class Link {
+ public:
+  // `scratch`: a byte of device memory, to connect with. The link uses it until the first transfer.
+  Link(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, const UniqueId& id, int rank, Piece scratch, const NcclOptions& options);
+  ~Link();
+  Link(const Link&) = delete;
+  Link& operator=(const Link&) = delete;
+
+  // Sends one piece and receives the other (either may be empty) after all that is enqueued on `stream` by now. Returns the transfer's
+  // number, from 1.
+  std::uint64_t transfer(Piece sent, Piece received, Stream stream);
+
+  // What is enqueued on `stream` from now on runs after the transfer. The host does not wait.
+  void join(std::uint64_t number, Stream stream);
+
+  // How many transfers have finished; they finish in order.
+  std::uint64_t finished();
+
+  // Throws what has gone wrong since.
+  void check() const;
+
+  // Ends every wait on this link. False if NCCL has not given up within `seconds`.
+  bool abort(double seconds) noexcept;
+
+  // After all transfers have finished; on an aborted link it does nothing.
+  void close() noexcept;
+
+ private:
+  void retire();
+
+  std::shared_ptr<const Gpu> gpu_;
+  mutable std::mutex mutex_;  // `abort` and `check` may come from another thread
+  std::deque<Event> pending_;  // of transfers done_ + 1, done_ + 2, ...
+  std::vector<Event> unused_;
+  std::uint64_t done_ = 0;
+  Communicator communicator_;
+  Stream stream_ = 0;
+};
+
+}  // namespace pymesh3d

@@ -1,0 +1,159 @@
+#include "nccl.h"
+
+#include <chrono>
+#include <climits>
+#include <future>
+#include <thread>
+#include <utility>
+
+namespace pymesh3d {
+namespace {
+
+constexpr int success = 0, in_progress = 7;  // ncclSuccess, ncclInProgress
+constexpr int as_bytes = 0;                  // ncclInt8
+
+std::chrono::duration<double> seconds(double number) { return std::chrono::duration<double>(number); }
+
+// Runs a task on a thread that outlives the caller if it has to.
+template <typename Value>
+std::future<Value> run_apart(std::function<Value()> run) {
+  std::packaged_task<Value()> task(std::move(run));
+  std::future<Value> ended = task.get_future();
+  std::thread(std::move(task)).detach();
+  return ended;
+}
+
+}  // namespace
+
+// The first fields of ncclConfig_t, those of NCCL 2.18. NCCL reads as many as `size` says and takes its defaults for later ones.
+struct Nccl::Config {
+  std::size_t size = sizeof(Config);
+  unsigned magic = 0xcafebeef;
+  unsigned version = 21800;
+  int blocking = 1;
+  int cga_cluster_size = INT_MIN;  // INT_MIN and NULL: not set
+  int min_ctas = INT_MIN;
+  int max_ctas = INT_MIN;
+  const char* net_name = nullptr;
+  int split_share = INT_MIN;
+};
+
+Nccl::Nccl(const std::string& path)
+    : library_(path),
+      get_version_(library_.function<Result(int*)>("ncclGetVersion")),
+      get_unique_id_(library_.function<Result(UniqueId*)>("ncclGetUniqueId")),
+      init_(library_.function<Result(Comm*, int, UniqueId, int, Config*)>("ncclCommInitRankConfig")),
+      send_(library_.function<Result(const void*, std::size_t, int, int, Comm, void*)>("ncclSend")),
+      receive_(library_.function<Result(void*, std::size_t, int, int, Comm, void*)>("ncclRecv")),
+      group_start_(library_.function<Result()>("ncclGroupStart")),
+      group_end_(library_.function<Result()>("ncclGroupEnd")),
+      async_error_(library_.function<Result(Comm, Result*)>("ncclCommGetAsyncError")),
+      finalize_(library_.function<Result(Comm)>("ncclCommFinalize")),
+      destroy_(library_.function<Result(Comm)>("ncclCommDestroy")),
+      abort_(library_.function<Result(Comm)>("ncclCommAbort")),
+      error_string_(library_.function<const char*(Result)>("ncclGetErrorString")),
+      last_error_(library_.function<const char*(Comm)>("ncclGetLastError")) {}
+
+int Nccl::version() const {
+  int version = 0;
+  if (const Result result = get_version_(&version); result != success) throw NcclError("ncclGetVersion failed: " + text(result, nullptr));
+  return version;
+}
+
+UniqueId Nccl::unique_id() const {
+  UniqueId id{};
+  if (const Result result = get_unique_id_(&id); result != success) throw NcclError("ncclGetUniqueId failed: " + text(result, nullptr));
+  return id;
+}
+
+Nccl::Result Nccl::exchange(Comm comm, int peer, Piece sent, Piece received, Stream stream) const {
+  void* const on = reinterpret_cast<void*>(stream);
+  Result first = group_start_();
+  if (first != success) return first;
+  if (sent.bytes) first = send_(reinterpret_cast<const void*>(sent.data), sent.bytes, as_bytes, peer, comm, on);
+  if (received.bytes && first == success) first = receive_(reinterpret_cast<void*>(received.data), received.bytes, as_bytes, peer, comm, on);
+  const Result end = group_end_();  // in any case, or the thread stays in the group
+  return first == success ? end : first;
+}
+
+std::string Nccl::text(Result result, Comm comm) const {
+  std::string text = std::string(error_string_(result)) + " (" + std::to_string(result) + ")";
+  const char* last = last_error_(comm);
+  return last && *last ? text + ": " + last : text;
+}
+
+Communicator::Communicator(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, const UniqueId& id, int rank,
+                           const NcclOptions& options)
+    : gpu_(std::move(gpu)), nccl_(std::move(nccl)), rank_(rank), timeout_(options.timeout) {
+  Nccl::Config config;
+  if (options.min_ctas) config.min_ctas = options.min_ctas;
+  if (options.max_ctas) config.max_ctas = options.max_ctas;
+  const auto made = std::make_shared<Nccl::Comm>(nullptr);  // shared: the call may end after we have given up on it
+  within_limit("ncclCommInitRankConfig", [nccl = nccl_, made, id, rank, config]() mutable { return nccl->init_(made.get(), 2, id, rank, &config); });
+  comm_ = *made;
+}
+
+Communicator::~Communicator() { abort(1.0); }
+
+std::string Communicator::about(const char* call) const { return std::string(call) + " between rank " + std::to_string(rank_) + " and its peer"; }
+
+Nccl::Comm Communicator::open(const char* call) const {
+  if (!comm_) throw NcclError(about(call) + " failed: the communicator has been closed or aborted");
+  return comm_;
+}
+
+void Communicator::require(Nccl::Result result, const char* call) const {
+  if (result != success && result != in_progress) throw NcclError(about(call) + " failed: " + nccl_->text(result, comm_));
+}
+
+void Communicator::within_limit(const char* call, std::function<Nccl::Result()> run) const {
+  auto ended = run_apart<Nccl::Result>([gpu = gpu_, context = gpu_->context(), run = std::move(run)] {
+    gpu->use(context);
+    return run();
+  });
+  if (ended.wait_for(seconds(timeout_)) != std::future_status::ready)
+    throw NcclError(about(call) + " took longer than " + std::to_string(timeout_) + " s");
+  require(ended.get(), call);
+}
+
+void Communicator::exchange(Piece sent, Piece received, Stream stream) {
+  require(nccl_->exchange(open("a transfer"), 1 - rank_, sent, received, stream), "a transfer");
+}
+
+void Communicator::connect(Piece sent, Piece received, Stream stream) {
+  within_limit("connecting", [nccl = nccl_, comm = open("connecting"), peer = 1 - rank_, sent, received, stream] {
+    return nccl->exchange(comm, peer, sent, received, stream);
+  });
+}
+
+void Communicator::check() const {
+  const Nccl::Comm comm = open("ncclCommGetAsyncError");
+  Nccl::Result result = success;
+  require(nccl_->async_error_(comm, &result), "ncclCommGetAsyncError");
+  require(result, "what was under way");
+}
+
+bool Communicator::abort(double limit) noexcept {
+  if (!comm_) return true;
+  try {
+    const auto ended = run_apart<void>([gpu = gpu_, context = gpu_->context(), nccl = nccl_, comm = std::exchange(comm_, nullptr)] {
+      gpu->use(context);
+      nccl->abort_(comm);
+    });
+    return ended.wait_for(seconds(limit)) == std::future_status::ready;
+  } catch (const std::exception&) {  // no thread or no memory to be had: what is left of the communicator goes with the process
+    return false;
+  }
+}
+
+void Communicator::close() noexcept {
+  if (!comm_) return;
+  try {
+    within_limit("ncclCommFinalize", [nccl = nccl_, comm = comm_] { return nccl->finalize_(comm); });
+    within_limit("ncclCommDestroy", [nccl = nccl_, comm = std::exchange(comm_, nullptr)] { return nccl->destroy_(comm); });
+  } catch (const std::exception&) {
+    abort(timeout_);
+  }
+}
+
+}  // namespace pymesh3d

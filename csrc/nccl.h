@@ -1,0 +1,107 @@
+// NCCL, opened while the program runs, and communicators of two ranks that never make the host wait without a limit.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "gpu.h"
+#include "library.h"
+
+namespace pymesh3d {
+
+// A call that failed or took too long. what() names the call and this rank, and gives NCCL's own text.
+struct NcclError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct UniqueId {  // ncclUniqueId, which NCCL takes by value
+  char bytes[128];
+};
+
+// A number of CTAs left at 0 is NCCL's choice; `timeout` in seconds bounds every call that may wait for the peer.
+struct NcclOptions {
+  int min_ctas = 0;
+  int max_ctas = 0;
+  double timeout = 300.0;
+};
+
+// A piece of device memory; no bytes mean that there is nothing to do.
+struct Piece {
+  std::uintptr_t data = 0;
+  std::size_t bytes = 0;
+};
+
+// The functions of the library.
+class Nccl {
+ public:
+  explicit Nccl(const std::string& path = "libnccl.so.2");
+  int version() const;  // 22809 for 2.28.9
+  UniqueId unique_id() const;
+
+ private:
+  friend class Communicator;
+  using Comm = void*;
+  using Result = int;
+  struct Config;
+  std::string text(Result result, Comm comm) const;
+  Result exchange(Comm comm, int peer, Piece sent, Piece received, Stream stream) const;
+
+  Library library_;
+  Result (*get_version_)(int*);
+  Result (*get_unique_id_)(UniqueId*);
+  Result (*init_)(Comm*, int, UniqueId, int, Config*);
+  Result (*send_)(const void*, std::size_t, int, int, Comm, void*);
+  Result (*receive_)(void*, std::size_t, int, int, Comm, void*);
+  Result (*group_start_)();
+  Result (*group_end_)();
+  Result (*async_error_)(Comm, Result*);
+  Result (*finalize_)(Comm);
+  Result (*destroy_)(Comm);
+  Result (*abort_)(Comm);
+  const char* (*error_string_)(Result);
+  const char* (*last_error_)(Comm);
+};
+
+// Two ranks, 0 and 1. What may wait for the peer (the constructor, `close`, `abort`) runs on a thread of its own, so that the caller waits
+// no longer than the limit. NCCL's non-blocking mode would do that too, but costs 60 us of the host for each operation (H200, NCCL 2.28.9:
+// a thread is started and waited for; a blocking communicator takes 10 us).
+class Communicator {
+ public:
+  Communicator(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, const UniqueId& id, int rank, const NcclOptions& options);
+  ~Communicator();
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  // Enqueues one kernel that sends and receives.
+  void exchange(Piece sent, Piece received, Stream stream);
+
+  // The first exchange: it connects the two ranks, which may take long.
+  void connect(Piece sent, Piece received, Stream stream);
+
+  // Throws what has gone wrong since.
+  void check() const;
+
+  // Gives up on all that is under way, and lets every later call throw. False if NCCL has not given up within `seconds`.
+  bool abort(double seconds) noexcept;
+
+  // After all work has ended. Aborts where that fails.
+  void close() noexcept;
+
+ private:
+  void within_limit(const char* call, std::function<Nccl::Result()> run) const;
+  void require(Nccl::Result result, const char* call) const;
+  Nccl::Comm open(const char* call) const;
+  std::string about(const char* call) const;
+
+  std::shared_ptr<const Gpu> gpu_;
+  std::shared_ptr<const Nccl> nccl_;
+  int rank_;
+  double timeout_;
+  Nccl::Comm comm_ = nullptr;
+};
+
+}  // namespace pymesh3d
