@@ -288,8 +288,6 @@ def validate(model: ModelConfig, layout: Layout, train: TrainConfig) -> None:
         )
     if model.layers < pp:
         raise ConfigError(f"layers={model.layers}, pp={pp}", "each stage needs at least one layer", f"Use pp={model.layers} or less")
-    if model.tied and pp > 1:
-        raise ConfigError(f"tied=True, pp={pp}", "a tied head must stand on the stage of the embedding", "Use tied=False, or pp=1")
     if train.global_batch % dp:
         rounded = math.ceil(train.global_batch / dp) * dp
         raise ConfigError(

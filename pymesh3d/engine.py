@@ -21,7 +21,7 @@ from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.initial import materialize
 from pymesh3d.mesh import Mesh, exchange_text, require_equal
 from pymesh3d.models.llama import Llama, initialize_, plan
-from pymesh3d.placement import placement_of
+from pymesh3d.placement import Placement, place, placement_of
 from pymesh3d.planner.model import layer_parameters
 from pymesh3d.pp.run import Microbatch, run
 from pymesh3d.pp.stage import Stage, keep_layers
@@ -64,6 +64,11 @@ def parallelize(model: Llama, mesh: Mesh, config: TrainConfig | None = None, *, 
 
     # Tensor parallelism first, on the whole model: names and ties are those of the unsharded one, and nothing is allocated yet.
     parallelize_module(model, mesh, plan(config.vocab_multiple), sequence_parallel=config.sequence_parallel)
+    if model.config.tied and mesh.pp.size > 1 and model.embed is not None:
+        ends = (0, mesh.pp.size - 1)  # the embedding stands on the first stage, the head on the last; both get the sum of the gradients
+        (weight,) = model.embed.parameters()
+        place(weight, dataclasses.replace(placement_of(weight), stages=ends))
+        mesh.select(mesh.pp, ends)
     # Then this stage's layers; what other ranks run is dropped before memory is taken for it.
     keep_layers(model, stages[mesh.pp.rank], first=mesh.pp.rank == 0, last=mesh.pp.rank == mesh.pp.size - 1)
     model.to(dtype=DTYPES[config.dtype])
@@ -161,19 +166,28 @@ class Engine:
         return self._agree_on_loss(run(actions, self.stage, self.links, microbatches, train=False), microbatches)[0]
 
     def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter of this stage, unsharded, by its full name. All ranks of the stage must iterate to the end."""
-        for name, parameter in self.model.named_parameters():
-            yield name, whole(parameter, placement_of(parameter), self.mesh.tp)
+        """Every parameter of this stage, unsharded, by its full name. All ranks of the stage must iterate to the end.
+
+        A weight that is tied over stages is the first one's.
+        """
+        for parameter, placement in self._own():
+            yield placement.name, whole(parameter, placement, self.mesh.tp)
 
     def whole_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What `optimizer_step` is going to use: every gradient of this stage, reduced and unsharded, by its parameter's full name."""
         grads = self.zero.reduced_grads()
-        for parameter in self.model.parameters():
-            placement = placement_of(parameter)
+        for parameter, placement in self._own():
             if placement.zero is not None:
                 bucket, start = placement.zero
                 local = grads[bucket][start : start + parameter.numel()].view_as(parameter)
                 yield placement.name, whole(local, placement, self.mesh.tp)
+
+    def _own(self) -> Iterator[tuple[torch.nn.Parameter, Placement]]:
+        """Parameters of this stage, without copies of what stands on an earlier one."""
+        for parameter in self.model.parameters():
+            placement = placement_of(parameter)
+            if not placement.stages or placement.stages[0] == self.mesh.pp.rank:
+                yield parameter, placement
 
     def state(self) -> dict[str, torch.Tensor]:
         """What this rank must keep to go on exactly: its master weights, the optimizer's state, and the number of steps taken."""

@@ -111,7 +111,7 @@ class Mesh:
         self.timeout = timeout
         self.watched: list[Watched] = []
         self._owns_process_group = owns_process_group
-        self._subgroups: dict[tuple[str, int], Axis] = {}
+        self._subgroups: dict[tuple[str, int | tuple[int, ...]], Axis] = {}
         self._lines: list[Axis] = []
         self.all = _everyone()
         # Our own groups under the DeviceMesh: those that it makes itself wait 30 minutes, whatever the limit of the process group.
@@ -140,9 +140,18 @@ class Mesh:
         if size == axis.size:
             return axis
         assert axis.size % size == 0, f"{axis.size} ranks on {axis.name} do not divide into runs of {size}"
-        key = (axis.name, size)
+        key: tuple[str, int | tuple[int, ...]] = (axis.name, size)
         if key not in self._subgroups:
             (self._subgroups[key],) = self.new_lines(f"{axis.name} replicas", self.along(axis.name).reshape(-1, size).tolist())
+        return self._subgroups[key]
+
+    def select(self, axis: Axis, coordinates: Sequence[int]) -> Axis:
+        """The part of this rank's `axis` at these coordinates, of which it is one. The first call for them is collective over the mesh,
+        also for ranks that are none (they get `axis`)."""
+        key: tuple[str, int | tuple[int, ...]] = (axis.name, tuple(coordinates))
+        if key not in self._subgroups:
+            lines = self.new_lines(f"{axis.name} ties", self.along(axis.name)[:, list(coordinates)].tolist())
+            self._subgroups[key] = lines[0] if lines else axis
         return self._subgroups[key]
 
     def along(self, name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:

@@ -90,7 +90,8 @@ class Placement:
 
     `name` and `shape` are those of the unsharded model (no padding). `partial`: the gradient of a replicated piece is only a
     summand, because each holder saw other activations; otherwise holders compute equal gradients. `tied`: the name of the
-    parameter whose storage this one shares. `zero`: (bucket, offset in elements) in the flat buffers of data parallelism.
+    parameter whose storage this one shares. `stages`: those that each hold this tied parameter, where there are several. `zero`:
+    (bucket, offset in elements) in the flat buffers of data parallelism.
     """
 
     name: str = ""
@@ -101,6 +102,7 @@ class Placement:
     ranks: int = 1
     partial: bool = False
     tied: str | None = None
+    stages: tuple[int, ...] = ()
     zero: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -159,8 +161,10 @@ class Placement:
         for piece in self.pieces(rank):
             full.narrow(self.dim, piece.start, piece.length).copy_(local.narrow(self.dim, piece.local, piece.length))
 
-    def counted(self, rank: int) -> list[tuple[int, int]]:
-        """Ranges [start, stop) of the flat shard that `rank` contributes to a norm: each number of the model once over the axis."""
+    def counted(self, rank: int, stage: int = 0) -> list[tuple[int, int]]:
+        """Ranges [start, stop) of the flat shard that `rank` of `stage` contributes to a norm: each number of the model once."""
+        if self.stages and stage != self.stages[0]:
+            return []
         return [(start, stop) for start, stop, piece in self._flat(rank) if piece.replica == 0]
 
     def summed(self, rank: int) -> list[tuple[int, int, int]]:

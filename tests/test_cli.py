@@ -95,7 +95,6 @@ REFUSALS = {
     "train --cp 2": "--cp 2: context parallelism is not available yet. Use --sequence-parallel with a larger --tp",
     "train --ep 2": "--ep 2: expert parallelism is not available yet. Use --tp, --pp and --dp",
     "train --pp 5": '"layers": 4, --pp 5: each stage needs at least one layer. Use --pp 4 or less',
-    "train --pp 2 --model {tmp}/tied.json": '"tied": true, --pp 2: .* Use "tied": false, or --pp 1 (names in quotes are fields of the file',
     "train --pp -1 --dp -1": "--pp -1: only --dp can be left open. Give --pp a size of 1 or more",
     "train --dp 3": "--global-batch-size 16, --dp 3: dp must divide --global-batch-size, so .* Use --global-batch-size 18",
     "train --micro-batch-size 0": "--micro-batch-size 0: --micro-batch-size must be .* Try --micro-batch-size 1 or more",
@@ -158,7 +157,6 @@ def test_what_cannot_run_is_refused_in_one_line(
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("x" * 60)
     (tmp_path / "seq=8.txt").write_text("x" * 60)
-    (tmp_path / "tied.json").write_text('{"tied": true}')
     (tmp_path / "wide.json").write_text('{"dim": 2000, "heads": 1000, "kv_heads": 1000, "ffn": 1000}')
     np.save(tmp_path / "ids.npy", np.array([999] + [1] * 10_000))
     (tmp_path / "used" / "step-00000007").mkdir(parents=True)

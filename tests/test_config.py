@@ -81,11 +81,6 @@ BAD: dict[str, tuple[Callable[[], object], list[str], Callable[[], object]]] = {
         ["layers=3", "pp=4", "at least one layer", "pp=3 or less"],
         lambda: [validate(ModelConfig(layers=3), Layout(pp=pp), TRAIN) for pp in (1, 2, 3)],
     ),
-    "tied over stages": (
-        lambda: validate(ModelConfig(tied=True), Layout(pp=2), TRAIN),
-        ["tied=True", "pp=2", "on the stage of the embedding", "tied=False", "pp=1"],
-        lambda: [validate(ModelConfig(tied=False), Layout(pp=2), TRAIN), validate(ModelConfig(tied=True), Layout(pp=1), TRAIN)],
-    ),
     "zero stage": (lambda: TrainConfig(zero_stage=3), ["zero_stage=3", "one of 0, 1", "default is 1"], lambda: TrainConfig(zero_stage=1)),
     "schedule": (
         lambda: TrainConfig(schedule="zigzag"),

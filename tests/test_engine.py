@@ -38,6 +38,9 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any], dict[str, int]]] = [
     (TIED, {"zero_stage": 1}, {"tp": 2, "dp": 2}),
     (TIED, {"zero_stage": 0, "recompute": "full", "sequence_parallel": True}, {"tp": 4}),  # fewer KV heads than ranks
     (SMALL, {"zero_stage": 1, "recompute": "full"}, {"pp": 2, "dp": 2}),
+    (TIED, {"zero_stage": 1}, {"pp": 2, "dp": 2}),  # the weight stands on two stages
+    (TIED, {"zero_stage": 0, "schedule": "gpipe"}, {"pp": 4}),
+    (TIED, {"zero_stage": 0, "max_norm": 0.01}, {"pp": 2, "tp": 2}),
     (SMALL, {"zero_stage": 1, "max_norm": None, "eps": 1e-4, "weight_decay": 0.5}, {"dp": 4}),
 ]
 

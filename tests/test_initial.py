@@ -36,9 +36,7 @@ def parameters_of(model: ModelConfig, sizes: dict[str, int]) -> dict[str, torch.
     return found
 
 
-@pytest.mark.parametrize(
-    ("tp", "pp", "tied"), [*((tp, pp, False) for tp in (1, 2, 4) for pp in (1, 2)), *((tp, 1, True) for tp in (1, 2, 4))]
-)
+@pytest.mark.parametrize(("tp", "pp", "tied"), [(tp, pp, tied) for tp in (1, 2, 4) for pp in (1, 2) for tied in (False, True)])
 def test_a_model_starts_alike_in_every_layout(ranks: Ranks, tp: int, pp: int, tied: bool) -> None:
     model = dataclasses.replace(MODEL, tied=tied)
     plain = Llama(model)

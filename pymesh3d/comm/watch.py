@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 
 import torch
 
-from pymesh3d.mesh import Axis, Mesh, named
+from pymesh3d.mesh import Axis, Mesh, Watched, named
 
 LOOK = 0.01  # seconds between two looks at the peers
-ABORT = 10.0  # seconds that NCCL has to give up
+ABORT = 10.0  # seconds that a transport has to give up
 
 
 def on_host(tensor: torch.Tensor, operation: str, mesh: Mesh, axis: Axis | None = None) -> torch.Tensor:
-    """A copy of a small tensor on the host, once it has been computed. Raises DistributedError if a peer is lost or time runs out.
-
-    Then everything that the mesh has under way on its own transports is aborted.
-    """
+    """A small tensor on the host, once it has been computed. Raises DistributedError if a peer is lost or the mesh's time runs out."""
     with named(operation, axis or mesh.all):
         if not tensor.is_cuda:
             return tensor
@@ -24,19 +22,24 @@ def on_host(tensor: torch.Tensor, operation: str, mesh: Mesh, axis: Axis | None 
         copy.copy_(tensor, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-        deadline = time.monotonic() + mesh.timeout.total_seconds()
-        look = time.monotonic() + LOOK
-        try:
-            while not done.query():
-                if (now := time.monotonic()) < look:
-                    continue
-                look = now + LOOK
-                for watched in mesh.watched:
-                    watched.check()
-                if now > deadline:
-                    raise RuntimeError(f"the GPU has not finished within {mesh.timeout.total_seconds():g} s")
-        except RuntimeError:
-            for watched in mesh.watched:
-                watched.abort(ABORT)
-            raise
+        wait_until(done.query, mesh.watched, mesh.timeout.total_seconds())
         return copy
+
+
+def wait_until(done: Callable[[], bool], watched: Iterable[Watched], seconds: float) -> None:
+    """Ask until it is done. If one of those watched reports a fault, or time runs out, all of them are aborted and RuntimeError is raised."""
+    deadline = time.monotonic() + seconds
+    look = time.monotonic() + LOOK
+    try:
+        while not done():
+            if (now := time.monotonic()) < look:
+                continue
+            look = now + LOOK
+            for one in watched:
+                one.check()
+            if now > deadline:
+                raise RuntimeError(f"the GPU has not finished within {seconds:g} s")
+    except RuntimeError:
+        for one in watched:
+            one.abort(ABORT)
+        raise

@@ -65,13 +65,13 @@ class Bucket:
         """The part of a flat buffer that `rank` owns."""
         return flat.chunk(self.shards)[rank]
 
-    def counted(self, tp_rank: int, shard: int) -> list[tuple[int, int]]:
+    def counted(self, tp_rank: int, stage: int, shard: int) -> list[tuple[int, int]]:
         """Ranges of one shard, relative to its start, that this rank contributes to a norm (see Placement.counted)."""
         size = self.weights.numel() // self.shards
         low, high = shard * size, (shard + 1) * size
         found: list[tuple[int, int]] = []
         for slot in self.slots:
-            for start, stop in placement_of(slot.parameter).counted(tp_rank):
+            for start, stop in placement_of(slot.parameter).counted(tp_rank, stage):
                 start, stop = max(slot.start + start, low) - low, min(slot.start + stop, high) - low
                 if start >= stop:
                     continue

@@ -22,7 +22,7 @@ from pymesh3d.dp.buckets import Bucket, make_buckets
 from pymesh3d.dp.norm import clip_factor, gradient_norm
 from pymesh3d.dp.trained import agree_on, trained_parameters
 from pymesh3d.errors import ConfigError
-from pymesh3d.mesh import Mesh
+from pymesh3d.mesh import Axis, Mesh
 from pymesh3d.placement import placement_of
 
 log = logging.getLogger("pymesh3d")
@@ -83,18 +83,23 @@ class Zero:
         for parameter in self._trained.values():
             parameter.register_post_accumulate_grad_hook(_move_grad)
         # Views into the flat gradients, made once. `_counted`: what this rank contributes to the norm, every number of the model
-        # once over all ranks; `_copies`: the rest of what it owns. `_summed`: ranges to be summed over so many tp neighbours.
+        # once over all ranks; `_copies`: the rest of what it owns. `_summed`: ranges to be summed over so many tp neighbours; `_ties`:
+        # gradients to be summed over the stages that hold the parameter.
         self._counted: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
+        self._ties: list[tuple[Axis, torch.Tensor]] = []
         self._summed: dict[int, list[torch.Tensor]] = {}
         for bucket in self.buckets:
             shard = bucket.shard(bucket.grads, mesh.dp.rank)
-            counted = bucket.counted(mesh.tp.rank, mesh.dp.rank)
+            counted = bucket.counted(mesh.tp.rank, mesh.pp.rank, mesh.dp.rank)
             edges = [0, *(edge for limits in counted for edge in limits), shard.numel()]
             self._counted += [shard[start:stop] for start, stop in counted]
             self._copies += [shard[start:stop] for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
             for slot in bucket.slots:
-                for start, stop, replicas in placement_of(slot.parameter).summed(mesh.tp.rank):
+                placement = placement_of(slot.parameter)
+                if placement.stages:
+                    self._ties.append((mesh.select(mesh.pp, placement.stages), bucket.grads[slot.start : slot.stop]))
+                for start, stop, replicas in placement.summed(mesh.tp.rank):
                     self._summed.setdefault(replicas, []).append(bucket.grads[slot.start + start : slot.start + stop])
         self.masters = [nn.Parameter(self._owned(b, b.weights).to(b.grads.dtype), requires_grad=True) for b in self.buckets]
         groups = []
@@ -168,7 +173,9 @@ class Zero:
 
     @torch.no_grad()
     def _sum(self) -> None:
-        """Sum gradients: over tp where ranks hold summands of one parameter, then over dp into the owner's shard."""
+        """Sum gradients: over stages and over tp where ranks hold summands of one parameter, then over dp into the owner's shard."""
+        for line, grad in self._ties:
+            all_reduce_(grad, line).wait()
         self._sum_replicas()
         if self.mesh.dp.size == 1:
             return  # nothing is sent, so nothing is rounded

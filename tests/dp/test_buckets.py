@@ -114,7 +114,7 @@ def test_every_number_is_counted_once_over_all_ranks(data: st.DataObject, tp: in
         for bucket in make_buckets(parameters, shards=dp, elements=elements, decays=is_matrix):
             for shard in range(dp):
                 own = bucket.shard(bucket.weights, shard)
-                counted += [own[start:stop] for start, stop in bucket.counted(rank, shard)]
+                counted += [own[start:stop] for start, stop in bucket.counted(rank, 0, shard)]
     numbers = torch.cat(counted)
     assert numbers[numbers != 0].sort().values.tolist() == list(range(1, end))
 
@@ -122,4 +122,4 @@ def test_every_number_is_counted_once_over_all_ranks(data: st.DataObject, tp: in
 def test_neighbouring_ranges_are_counted_in_one_piece() -> None:
     """Padding between parameters is zero, so a norm runs over it rather than in many small pieces."""
     bucket = Bucket([nn.Parameter(torch.ones(10)) for _ in range(50)], shards=2, decay=False)
-    assert [len(bucket.counted(0, shard)) for shard in range(2)] == [1, 1]
+    assert [len(bucket.counted(0, 0, shard)) for shard in range(2)] == [1, 1]

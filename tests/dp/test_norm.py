@@ -98,6 +98,26 @@ def test_a_tied_weight_counts_once(ranks: Ranks, stage: int) -> None:
         assert norm == pytest.approx(math.sqrt(800), rel=1e-15)
 
 
+def norm_of_tied_stages(stage: int) -> tuple[float, float]:
+    """One weight of 8 elements on both stages, with gradients 4 and 6 there: the norm, and the weight after a step of SGD at 1."""
+    mesh = init_mesh(pp=2, device="cpu")
+    weight = nn.Parameter(torch.zeros(8, dtype=torch.float64))
+    place(weight, Placement(shape=(8,), stages=(0, 1), tied="weight"))
+    mesh.select(mesh.pp, (0, 1))
+    zero = zero_over(mesh, {"weight": weight}, {"weight": [4.0, 6.0][mesh.pp.rank]}, stage)
+    zero.reduce()
+    norm = zero.norm().item()
+    zero.update()
+    mesh.close()
+    return norm, weight[0].item()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_weight_tied_over_stages_counts_once(ranks: Ranks, stage: int) -> None:
+    for norm, weight in ranks(2, norm_of_tied_stages, stage):
+        assert norm == pytest.approx(math.sqrt(800), rel=1e-15) and weight == -10.0
+
+
 def norm_of_unplaced() -> float:
     """A layer that nobody sharded, on two tp ranks: gradient 2 in each of its 4 elements."""
     mesh = init_mesh(tp=2, device="cpu")

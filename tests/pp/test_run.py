@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -89,6 +90,37 @@ def test_gradients_of_passes_before_a_step_add_up(ranks: Ranks) -> None:
         assert_near(found["both"], summed)
         assert abs(found["norm"] - norm) <= 1e-12 * norm
         assert found["left"] == 0.0
+
+
+def tied_copies(zero_stage: int, batches: Sequence[Batch]) -> tuple[list[torch.Tensor], list[bool]]:
+    """The tied weight as this rank holds it, before any step and after each; whether a step was taken when its copy was spoiled."""
+    train = dataclasses.replace(FLOAT64, zero_stage=zero_stage, lr=0.1, eps=1e-4)
+    model = Llama(dataclasses.replace(SMALL, tied=True), device="meta")
+    engine = parallelize(model, init_mesh(pp=2, dp=2, device="cpu"), train)
+    held = engine.model.embed if engine.model.embed is not None else engine.model.head
+    assert held is not None
+    (weight,) = held.parameters()
+    seen, taken = [weight.detach().clone()], []
+    for batch in batches:
+        engine.train_step(share(batch, engine))
+        seen.append(weight.detach().clone())
+    for stage in (0, 1):
+        if engine.mesh.pp.rank == stage:
+            weight.main_grad[0, 0] = math.nan  # type: ignore[attr-defined]
+        taken.append(engine.optimizer_step()[1])
+    engine.mesh.close()
+    return seen, taken
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_a_weight_tied_over_stages_stays_the_same_on_both(ranks: Ranks, zero_stage: int) -> None:
+    """Bit for bit, after three steps of AdamW at a large learning rate."""
+    first, *others = ranks(4, tied_copies, zero_stage, [*MASKED, MASKED[0]])
+    assert first[1] == [False, False] and len(first[0]) == 4
+    assert not torch.equal(first[0][0], first[0][3]), "it moved"
+    for seen, taken in others:
+        assert taken == [False, False]
+        assert all(torch.equal(found, expected) for found, expected in zip(seen, first[0], strict=True))
 
 
 class Unit(torch.nn.Module):
