@@ -27,7 +27,7 @@ def on_host(tensor: torch.Tensor, operation: str, mesh: Mesh, axis: Axis | None 
 
 
 def wait_until(done: Callable[[], bool], watched: Iterable[Watched], seconds: float) -> None:
-    """Ask until it is done. If one of those watched reports a fault, or time runs out, all of them are aborted and RuntimeError is raised."""
+    """Ask until it is done. If one of those watched reports a fault, or time runs out, all of them abort and RuntimeError is raised."""
     deadline = time.monotonic() + seconds
     look = time.monotonic() + LOOK
     try:

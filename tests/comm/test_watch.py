@@ -62,7 +62,7 @@ def test_a_lost_peer_ends_it_and_all_give_up() -> None:
 def test_time_runs_out_and_all_give_up() -> None:
     peers = [Peer(), Peer()]
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match="the GPU has not finished within 0.2 s"):
+    with pytest.raises(RuntimeError, match=r"the GPU has not finished within 0\.2 s"):
         wait_until(lambda: False, peers, 0.2)
     assert 0.2 <= time.monotonic() - began < 2.0
     assert [peer.aborted for peer in peers] == [1, 1]
