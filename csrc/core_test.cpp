@@ -1,11 +1,11 @@
 // Tests of the core without Python, built with the sanitizers. Its argument is a library that stands for NCCL 2.28.9
 // (tests/test_native.py builds both). Prints the first expectation that does not hold.
-#include <cstdio>
-#include <cstdlib>
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "expect.h"
 #include "library.h"
 #include "probe.h"
 
@@ -13,25 +13,7 @@ using pymesh3d::Library;
 using pymesh3d::LibraryError;
 using pymesh3d::Probe;
 
-#define EXPECT(condition)                                                        \
-  do {                                                                           \
-    if (!(condition)) {                                                          \
-      std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                              \
-    }                                                                            \
-  } while (false)
-
 namespace {
-
-template <typename Error, typename Action>
-std::string text_of(Action&& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
-}
 
 void missing_library_says_so() {
   const std::string text = text_of<LibraryError>([] { Library("libof_nobody.so.7"); });

@@ -14,9 +14,14 @@ import pytest
 
 from pymesh3d import __version__
 from pymesh3d.comm import native
+from tests import stub
 
 ROOT = Path(__file__).parents[1]
-CORE = [ROOT / "csrc" / name for name in ("library.cpp", "probe.cpp")]
+CORE = [ROOT / "csrc" / f"{name}.cpp" for name in ("gpu", "library", "link", "nccl", "probe")]
+SANITIZERS = {
+    "memory": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "threads": ["-fsanitize=thread"],
+}
 COMPILER = shutil.which("g++") or shutil.which("c++")
 HEADERS = Path(sysconfig.get_path("include"), "Python.h").is_file()
 
@@ -147,14 +152,35 @@ def test_other_threads_run_while_a_library_is_opened(fake: Build) -> None:
     assert sum(began + 0.1 < moment < ended - 0.1 for moment in ticks) >= 5, "no other thread ran while the library was opened"
 
 
+def run_core(program: str, kind: str, folder: Path, *arguments: str) -> None:
+    """Builds a test program of the core, csrc/<program>.cpp, with sanitizers and runs it."""
+    binary = folder / program
+    flags = ["-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-pthread", *SANITIZERS[kind]]
+    assert COMPILER is not None
+    subprocess.run([COMPILER, *flags, *CORE, ROOT / "csrc" / f"{program}.cpp", "-o", binary, "-ldl"], check=True, timeout=100)
+    done = subprocess.run([binary, *arguments], capture_output=True, text=True, timeout=400)
+    if "ThreadSanitizer: unexpected memory mapping" in done.stderr:
+        pytest.skip("ThreadSanitizer does not know how this kernel lays out memory")
+    assert done.returncode == 0, done.stderr
+
+
 @needs_compiler
 def test_core_under_the_sanitizers(fake: Build, tmp_path: Path) -> None:
-    program = tmp_path / "core_test"
-    flags = ["-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    assert COMPILER is not None
-    subprocess.run([COMPILER, *flags, *CORE, ROOT / "csrc" / "core_test.cpp", "-o", program, "-ldl"], check=True, timeout=100)
-    done = subprocess.run([program, fake("*version = 22809; return 0;")], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    run_core("core_test", "memory", tmp_path, fake("*version = 22809; return 0;"))
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", SANITIZERS)
+def test_links_under_the_sanitizers(tmp_path: Path, kind: str) -> None:
+    run_core("link_test", kind, tmp_path, stub.build(COMPILER, tmp_path, *SANITIZERS[kind]), "1000")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@needs_compiler
+@pytest.mark.parametrize("kind", SANITIZERS)
+def test_many_transfers_with_long_delays(tmp_path: Path, kind: str) -> None:
+    run_core("link_test", kind, tmp_path, stub.build(COMPILER, tmp_path, *SANITIZERS[kind]), "10000")
 
 
 STALE = """
