@@ -1,0 +1,286 @@
+"""Links over our own bindings, where a library that stands for CUDA and NCCL moves the bytes between processes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pymesh3d.comm import native
+from pymesh3d.comm.links import Expected, NcclLink
+from pymesh3d.errors import DistributedError
+from pymesh3d.mesh import Axis, exchange_text
+from tests import stub
+from tests.processes import until
+from tests.test_native import COMPILER, needs_compiler, needs_core
+
+pytestmark = [needs_core, needs_compiler]
+
+Ranks = Callable[..., list[Any]]
+CPU = torch.device("cpu")
+COUNT, NUMBERS = 38, 5000
+LARGE = 1_000_000  # numbers; more than leave before the other end receives
+HANGS = 0.5  # seconds
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return stub.build(COMPILER, tmp_path_factory.mktemp("stub"))
+
+
+class End:
+    """This rank's end of a link between ranks 0 and 1, and what the library can do besides."""
+
+    def __init__(self, library: str) -> None:
+        self.stub = ctypes.CDLL(library)
+        self._driver_function("cuCtxSetCurrent")(1)
+        self._synchronize = self._driver_function("cuStreamSynchronize")
+        self.libraries = native.libraries(cuda=library, nccl=library)
+        self.rank = dist.get_rank()
+        self._scratch = torch.zeros(1, dtype=torch.uint8)
+        self.native = self.connect()
+        assert dist.group.WORLD is not None
+        line = Axis("pp", self.rank, (0, 1), dist.group.WORLD)
+        sends, receives = ("activations", "gradients") if self.rank == 0 else ("gradients", "activations")
+        self.link = NcclLink(self.native, line, sends=sends, receives=receives, device=CPU, stream=lambda: 0)
+
+    def connect(self) -> Any:
+        unique = bytes.fromhex(exchange_text(self.libraries[1].unique_id().hex(), CPU)[0])
+        return native._C.Link(*self.libraries, unique, self.rank, self._scratch.data_ptr(), timeout=20.0)
+
+    def _driver_function(self, name: str) -> Any:
+        address = ctypes.c_void_p()
+        assert self.stub.cuGetProcAddress(name.encode(), ctypes.byref(address), 12000, ctypes.c_uint64(0)) == 0
+        return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(address.value)
+
+    def synchronize(self) -> None:
+        """Wait for the stream that computes: only then are tensors on the CPU what they are for that stream."""
+        self._synchronize(0)
+
+    def close(self) -> None:
+        self.synchronize()
+        self.native.close()
+
+
+def many_sends(library: str) -> tuple[list[tuple[float, float, int]], int]:
+    """Both sides send many tensors, free each at once and overwrite the memory; (smallest, largest value, numbers) of what came."""
+    end = End(library)
+    end.stub.stub_delay(3000, 5 + end.rank)
+    received = []
+    for n in range(COUNT):
+        tensor = torch.full((NUMBERS + n,), 1000.0 * end.rank + n, dtype=torch.float64)
+        expected = Expected((NUMBERS + n,), torch.float64, n)
+        if n % 3:
+            end.link.send(tensor, n, expected)
+        elif end.rank == 0:
+            end.link.send(tensor, n)
+            end.link.post(expected)
+        else:
+            end.link.post(expected)
+            end.link.send(tensor, n)
+        del tensor
+        torch.full((NUMBERS + n,), 12345.0, dtype=torch.float64)
+        if n % 2:  # two receives are open at a time
+            received += [end.link.take(), end.link.take()]
+            end.synchronize()
+            assert len(end.link._sent) <= 4, "what was sent before is no longer kept"
+    end.link.flush()
+    found = [(t.min().item(), t.max().item(), t.numel()) for t in received]
+    end.close()
+    return found, end.native.finished()
+
+
+def test_order_is_kept_and_sent_tensors_may_be_freed(ranks: Ranks, library: str) -> None:
+    transfers = COUNT + (COUNT + 2) // 3
+    values = [[1000.0 * sender + n for n in range(COUNT)] for sender in (1, 0)]
+    assert ranks(2, many_sends, library) == [([(v, v, NUMBERS + n) for n, v in enumerate(own)], transfers) for own in values]
+
+
+def flush_then_receive(library: str) -> tuple[int, int, int] | list[float]:
+    """Of the sender: what has finished after the flush, and once the stream has come to it; and how many tensors it still keeps."""
+    end = End(library)
+    if end.rank == 1:
+        dist.barrier()
+        end.link.post(Expected((LARGE,), torch.float32, 0))
+        received = end.link.take()
+        end.close()
+        return [received[0].item(), received[-1].item()]
+    tensor = torch.arange(LARGE, dtype=torch.float32)  # the CPU's memory is given away at once, so it must stay
+    end.link.send(tensor, 0)
+    end.link.flush()
+    before = end.native.finished()
+    dist.barrier()
+    end.synchronize()
+    after = end.native.finished()
+    end.close()
+    return before, after, len(end.link._sent)
+
+
+def test_flush_makes_the_stream_wait_and_not_the_host(ranks: Ranks, library: str) -> None:
+    assert ranks(2, flush_then_receive, library) == [(0, 1, 0), [0.0, LARGE - 1.0]]
+
+
+def not_contiguous(library: str) -> list[list[float]] | None:
+    end, found = End(library), None
+    if end.rank == 0:
+        end.link.send(torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True).t(), 0)
+    else:
+        end.link.post(Expected((2, 2), torch.float32, 0))
+        received = end.link.take()
+        end.synchronize()
+        found = received.tolist()
+    end.close()
+    return found
+
+
+def test_what_is_not_contiguous_arrives_in_order(ranks: Ranks, library: str) -> None:
+    assert ranks(2, not_contiguous, library) == [None, [[1.0, 3.0], [2.0, 4.0]]]
+
+
+def text_of(action: Callable[[], object]) -> str:
+    with pytest.raises(DistributedError) as caught:
+        action()
+    return str(caught.value)
+
+
+def killed_peer(library: str, dies: int) -> list[str] | None:
+    """What the other end is told when it looks, and after it has given up."""
+    end = End(library)
+    if end.rank == dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    end.link.post(Expected((4,), torch.float32, 5))
+    found: list[str] = []
+
+    def told() -> bool:
+        try:
+            end.native.check()
+        except RuntimeError as error:
+            found.append(str(error))
+        return bool(found)
+
+    assert until(told, 20.0)
+    assert end.native.abort(10.0)
+    found.append(text_of(lambda: end.link.send(torch.zeros(4), 6)))
+    found.append(text_of(lambda: end.link.post(Expected((4,), torch.float32, 7))))
+    return found
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_killed_peer_is_an_error_that_names_it(fresh_ranks: Ranks, library: str, dies: int) -> None:
+    left = 1 - dies
+    looked, send, receive = fresh_ranks(2, killed_peer, library, dies, timeout=60.0, expect_dead=[dies])[left]
+    ends = f"between rank {left} and its peer failed:"
+    assert looked == f"what was under way {ends} remote process exited (6): the peer has closed the connection"
+    sends, receives = ("activations", "gradients") if left == 0 else ("gradients", "activations")
+    for text, operation in ((send, f"send of {sends} of microbatch 6"), (receive, f"receive of {receives} of microbatch 7")):
+        assert text.startswith(f"rank {left}: {operation} over axis pp with ranks [{dies}] failed after 0.")
+        assert f"s: a transfer {ends} the communicator has been closed or aborted. One of these ranks" in text
+
+
+def failing_calls(library: str) -> list[str] | list[float]:
+    """Rank 0: the texts of calls that fail. Rank 1: what comes of the send after them."""
+    end = End(library)
+    expected = Expected((1,), torch.float32, 3)
+    if end.rank == 1:
+        end.link.send(torch.ones(1), 3, expected)
+        received = end.link.take()
+        end.close()
+        return received.tolist()
+    end.stub.stub_fail(b"ncclSend", 1)
+    texts = [text_of(lambda: end.link.send(torch.tensor([8.0]), 2, expected))]
+    end.link.send(torch.tensor([9.0]), 3, expected)
+    kept = end.link._posted[0]
+    end.stub.stub_fail(b"cuStreamWaitEvent", 1)
+    texts.append(text_of(end.link.take))
+    end.stub.stub_fail(b"cuStreamWaitEvent", 1)
+    texts.append(text_of(end.link.flush))
+    end.native.join(1, 0)
+    end.close()
+    del kept  # what comes is written there
+    return texts
+
+
+def test_errors_keep_the_words_of_the_libraries(ranks: Ranks, library: str) -> None:
+    texts, received = ranks(2, failing_calls, library)
+    over = "over axis pp with ranks [1] failed after"
+    nccl = "a transfer between rank 0 and its peer failed: unhandled system error (2): ncclSend was told to fail."
+    driver = "cuStreamWaitEvent failed: unspecified launch failure (719)."
+    assert f"rank 0: send of activations of microbatch 2 {over}" in texts[0] and nccl in texts[0]
+    assert f"rank 0: receive of gradients of microbatch 3 {over}" in texts[1] and driver in texts[1]
+    assert f"rank 0: send of activations of microbatch 3 {over}" in texts[2] and driver in texts[2]
+    assert received == [9.0]
+
+
+def ticks_while(call: Callable[[], object]) -> int:
+    """How often another thread runs while `call` does, if that takes as long as it should."""
+    done, ticks = threading.Event(), []
+
+    def tick() -> None:
+        while not done.wait(0.01):
+            ticks.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    began = time.monotonic()
+    call()
+    ended = time.monotonic()
+    done.set()
+    thread.join(10)
+    assert ended - began > 0.9 * HANGS, "the call did not hang"
+    return sum(began + 0.1 < moment < ended - 0.1 for moment in ticks)
+
+
+def calls_that_hang(library: str) -> dict[str, int]:
+    """How often another thread of rank 0 ran while calls of it hung, by their names."""
+    end = End(library)
+    ticks: dict[str, int] = {}
+    numbers = torch.ones(LARGE)
+
+    def hang(function: str, name: str, call: Callable[[], object]) -> None:
+        if end.rank == 0:
+            end.stub.stub_hang(function.encode(), int(1000 * HANGS))
+            ticks[name] = ticks_while(call)
+        else:
+            call()
+
+    if end.rank == 0:
+        hang("ncclSend", "transfer", lambda: end.native.transfer(numbers.data_ptr(), numbers.nbytes, 0, 0, 0))
+        hang("cuStreamWaitEvent", "join", lambda: end.native.join(1, 0))
+        hang("cuEventQuery", "finished", end.native.finished)
+        hang("ncclCommGetAsyncError", "check", end.native.check)
+    dist.barrier()
+    if end.rank == 1:
+        end.link.post(Expected((LARGE,), torch.float32, 0))
+        numbers = end.link.take()
+    end.synchronize()
+    hang("ncclCommFinalize", "close", end.native.close)
+    other: list[Any] = []
+    hang("ncclCommInitRankConfig", "Link", lambda: other.append(end.connect()))
+    hang("ncclCommAbort", "abort", lambda: other[0].abort(10.0))
+    return ticks
+
+
+def test_other_threads_run_while_a_call_hangs(ranks: Ranks, library: str) -> None:
+    ticks, _ = ranks(2, calls_that_hang, library)
+    assert list(ticks) == ["transfer", "join", "finished", "check", "close", "Link", "abort"]
+    assert all(count >= 5 for count in ticks.values()), ticks
+
+
+def test_wrong_rank_or_unique_id_is_refused(library: str) -> None:
+    gpu, nccl = native.libraries(cuda=library, nccl=library)
+    unique = nccl.unique_id()
+    assert (len(unique), nccl.version) == (128, 22809)
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match=f"a link has ranks 0 and 1, got {rank}"):
+            native.link(gpu, nccl, unique, rank, CPU, timeout=1.0)
+    for wrong in (b"", unique[:-1], unique + b"\0"):
+        with pytest.raises(ValueError, match=f"a unique id has 128 bytes, got {len(wrong)}"):
+            native.link(gpu, nccl, wrong, 0, CPU, timeout=1.0)
