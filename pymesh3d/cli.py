@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +30,7 @@ from pymesh3d.config import MODELS, RECOMPUTE, SCHEDULES, Layout, ModelConfig, T
 from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.launch import is_child, launch, watch_parent
 from pymesh3d.rendezvous import agent_store, world_size
+from pymesh3d.schedule import SCHEDULES as DRAWN
 
 BENCHMARKS = {"p2p": p2p.main, "philox": philox.main, "train": bench_train.main}
 RANKS_OF_A_CORE = 32  # at most: more than that is a slip of the pen
@@ -89,8 +90,9 @@ def parser() -> argparse.ArgumentParser:
     )
     one.add_argument("--json", type=_name, metavar="FILE", help="write the table as JSON")
     picture = commands.add_parser("draw", help="draw a pipeline schedule", formatter_class=_Help)
-    _schedule(picture, "the schedule")
-    picture.add_argument("--pp", type=int, metavar="N", default=4, help="pipeline stages")
+    _schedule(picture, DRAWN, "the schedule")
+    picture.add_argument("--pp", type=int, metavar="N", default=4, help="ranks of the pipeline")
+    picture.add_argument("--virtual-pp", type=int, metavar="N", help="stages of each rank, with --schedule interleaved (default: 2)")
     picture.add_argument("--microbatches", type=int, metavar="N", default=8, help="microbatches of a step")
     picture.add_argument("--out", type=_name, metavar="FILE.png", help="draw it as a picture too (.png, .svg or .pdf)")
     picture.add_argument("--json", type=_name, metavar="FILE", help="write the timeline as JSON")
@@ -172,7 +174,7 @@ def _train(one: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--seed", type=int, metavar="N", default=defaults.seed, help="seed of the initial weights and of the order of the data"
     )
-    _schedule(how, "order of the pipeline's forwards and backwards; pymesh3d draw shows it")
+    _schedule(how, SCHEDULES, "order of the pipeline's forwards and backwards; pymesh3d draw shows it")
     how.add_argument(
         "--zero-stage",
         type=int,
@@ -209,8 +211,8 @@ def _train(one: argparse.ArgumentParser) -> None:
     )
 
 
-def _schedule(where: argparse._ActionsContainer, text: str) -> None:
-    shown = f"{{{','.join(SCHEDULES)}}}"
+def _schedule(where: argparse._ActionsContainer, names: Iterable[str], text: str) -> None:
+    shown = f"{{{','.join(names)}}}"
     where.add_argument("--schedule", type=str.lower, metavar=shown, default=TrainConfig().schedule, help=text)
 
 
@@ -265,7 +267,7 @@ def job_of(args: argparse.Namespace) -> train.Job:
 
 def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     for name, (values, rule, instead) in NOT_YET.items():
-        if getattr(args, name, values[0]) not in values:
+        if args.command != "draw" and getattr(args, name, values[0]) not in values:  # on paper more is possible
             raise ConfigError(f"{option_of(name)} {shlex.quote(str(getattr(args, name)))}", rule, instead)
     if args.command == "train":
         job = job_of(args)
@@ -278,7 +280,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if args.command == "env":
         return env.run(args.json)
     if args.command == "draw":
-        return draw.run(args.schedule, args.pp, args.microbatches, args.out, args.json)
+        return draw.run(args.schedule, args.pp, args.microbatches, args.virtual_pp, args.out, args.json)
     if args.command == "bench":
         return BENCHMARKS[args.name](args.json)
     if args.world < 1:

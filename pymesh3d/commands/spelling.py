@@ -10,7 +10,8 @@ from typing import Any
 from pymesh3d.config import ModelConfig
 from pymesh3d.errors import ConfigError
 
-RENAMED = {"global_batch": "global_batch_size", "micro_batch": "micro_batch_size"}  # field -> option; the others have the same name
+# Field -> option; the others have the same name.
+RENAMED = {"global_batch": "global_batch_size", "micro_batch": "micro_batch_size", "virtual": "virtual_pp"}
 MODEL_FIELDS = {field.name for field in dataclasses.fields(ModelConfig)}
 JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
 NONE = {"max_norm": "0"}  # how the command line says None, where there is a way

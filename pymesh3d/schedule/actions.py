@@ -8,7 +8,8 @@ What the actions mean (`simulate` follows this to the letter, `pymesh3d.pp.run` 
 - `SF` and `SB` send what `F` or `B` has produced (activations to the next stage, gradient to the previous one).
   Taken strictly, a send blocks and has no buffer: it returns when the receive has been posted and the message is across.
   Real transports are kinder, so a schedule that runs under this rule deadlocks on none of them.
-- From one rank to another messages keep their order: sends on one end and receives on the other name them in the same order.
+- Ranks stand in a ring, joined by links; one carries all messages, both ways, between stages s and s + 1 where s is on its first rank.
+- On a link messages of one direction keep their order: sends on one end and receives on the other name them in the same order.
 - Neighbouring stages on the same rank hand over directly, without sends and receives.
 
 Text of an action: kind, microbatch and, where a rank holds several stages, `@` and the stage: `F0`, `SF3`, `RB1`, `F0@2`.
@@ -89,6 +90,13 @@ class Schedule:
     def rank_of(self, stage: int) -> int:
         """The rank that holds `stage`."""
         return stage % self.pp
+
+    def link_of(self, message: Action) -> int:
+        """The link that a send or receive uses: `n` joins rank n and the next one, the last link the last rank and rank 0.
+
+        Two ranks have two links, one for each boundary between their stages.
+        """
+        return self.rank_of(min(message.stage, message.peer_stage))
 
     def text_of(self, action: Action, rank: int) -> str:
         """An action as it stands in the line of `rank`: the stage only where it is not plain from the rank."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import string
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pymesh3d.schedule.simulate import Span, Timeline
+from pymesh3d.schedule.actions import Action, Schedule
+from pymesh3d.schedule.simulate import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,6 +19,8 @@ MARKUP = {"F": "black on steel_blue1", "B": "black on light_goldenrod2", "W": "b
 COLOUR = {"F": "#a3bfdd", "B": "#f0cd96", "W": "#b3d0ac"}
 MEANING = {"F": "forward", "B": "backward", "W": "backward, weights"}
 INK, QUIET, LANE = "#26323e", "#6f7b88", "#edf0f3"
+LETTERS = string.ascii_lowercase  # the first stage of a rank, its second, and so on
+PALEST = 0.6  # how much white is in the colour of a rank's last stage, where it has several
 
 SLIM, WIDE = 7.0, 30.0  # inches: the least and largest width of a picture
 BOX = 0.3  # inches: the width of the shortest box, where that makes no picture wider than WIDE
@@ -37,13 +41,17 @@ def unit(timeline: Timeline) -> str:
 
 def legend(timeline: Timeline, markup: bool = False) -> str:
     """What the boxes of `to_text` mean, in their own colours with `markup`."""
-    boxes = {kind: f"{kind}0" if kind == "F" else f"{kind}0{FILL[kind] * 2}" for kind in _kinds(timeline)}
+    several = timeline.schedule.virtual > 1
+    label = "0a" if several else "0"
+    boxes = {kind: f"{kind}{label}" if kind == "F" else f"{kind}{label}{FILL[kind] * 2}" for kind in _kinds(timeline)}
     shown = [f"{_coloured(box, kind, markup)} {MEANING[kind]}" for kind, box in boxes.items()]
-    return f"{', '.join(shown)} of microbatch 0, blank: idle; {unit(timeline)} to the right"
+    stages = f"{_stages(timeline.schedule)}, " if several else ""
+    return f"{', '.join(shown)} of microbatch 0, {stages}blank: idle; {unit(timeline)} to the right"
 
 
 def to_text(timeline: Timeline, width: int = 120, markup: bool = False) -> str:
     """One line a rank, time to the right: `F3` is the forward of microbatch 3, `B3==` its backward, blank is idle; below, the axis.
+    Where a rank has several stages (26 at most), their letters follow: `F3a`, `F3b`.
 
     A grid wider than `width` columns continues below. With `markup`, boxes carry rich's colour tags.
     """
@@ -55,7 +63,7 @@ def to_text(timeline: Timeline, width: int = 120, markup: bool = False) -> str:
     blocks = []
     for low in range(0, columns, step):
         high = min(low + step, columns)
-        lines = [_line(timeline.compute(rank), scale, low, high, markup) for rank in range(timeline.schedule.pp)]
+        lines = [_line(timeline, rank, scale, low, high, markup) for rank in range(timeline.schedule.pp)]
         lines.append(_axis(timeline.makespan, scale, low, high))
         blocks.append("\n".join(f"{name:{margin}}{line}" for name, line in zip([*names, "time"], lines, strict=True)))
     return "\n\n".join(blocks)
@@ -71,26 +79,37 @@ def _coloured(box: str, kind: str, markup: bool) -> str:
     return f"[{MARKUP[kind]}]{box}[/]" if markup else box
 
 
-def _label(span: Span) -> str:
-    return f"{span.action.kind}{span.action.microbatch}"
+def _name(schedule: Schedule, action: Action) -> str:
+    """The microbatch, and the letter of the stage where a rank has several."""
+    return f"{action.microbatch}{LETTERS[action.stage // schedule.pp] if schedule.virtual > 1 else ''}"
+
+
+def _label(schedule: Schedule, action: Action) -> str:
+    return f"{action.kind}{_name(schedule, action)}"
+
+
+def _stages(schedule: Schedule) -> str:
+    """What the letters mean."""
+    return f"a{'-' if schedule.virtual > 2 else ', '}{LETTERS[schedule.virtual - 1]}: stages of a rank in order"
 
 
 def _columns_per_time(timeline: Timeline) -> float:
     """The scale at which every box holds its label, as long as the grid stays under 16 columns a box."""
     boxes = [[span for span in timeline.compute(rank) if span.end > span.start] for rank in range(timeline.schedule.pp)]
-    enough = max((len(_label(span)) / (span.end - span.start) for spans in boxes for span in spans), default=1.0)
+    schedule = timeline.schedule
+    enough = max((len(_label(schedule, span.action)) / (span.end - span.start) for spans in boxes for span in spans), default=1.0)
     return min(enough, 16 * max(map(len, boxes)) / timeline.makespan) if timeline.makespan > 0 else enough
 
 
-def _line(spans: list[Span], scale: float, low: int, high: int, markup: bool) -> str:
-    """The columns from `low` to `high` (exclusive) of one rank. A box that is cut has its label in the first piece with room for it."""
+def _line(timeline: Timeline, rank: int, scale: float, low: int, high: int, markup: bool) -> str:
+    """The columns from `low` to `high` (exclusive) of `rank`. A box that is cut has its label in the first piece with room for it."""
     line, at = "", low
-    for span in spans:
+    for span in timeline.compute(rank):
         left, right = round(span.start * scale), round(span.end * scale)
         start, stop = max(left, low), min(right, high)
         if start >= stop:
             continue
-        label = _label(span)
+        label = _label(timeline.schedule, span.action)
         wanted = start == left or low - left < len(label)
         box = (label if wanted and len(label) <= stop - start else "").ljust(stop - start, FILL[span.action.kind])
         line += " " * (start - at) + _coloured(box, span.action.kind, markup)
@@ -153,14 +172,24 @@ def _draw_rank(axes: Axes, timeline: Timeline, rank: int, points_per_time: float
     spans = timeline.compute(rank)
     boxes = [(span.start, span.end - span.start) for span in spans]
     axes.broken_barh([axes.get_xlim()], height, facecolors=LANE)
-    axes.broken_barh(boxes, height, facecolors=[COLOUR[span.action.kind] for span in spans], edgecolors="white", linewidth=1.2)
+    colours = [_colour(timeline.schedule, span.action) for span in spans]
+    axes.broken_barh(boxes, height, facecolors=colours, edgecolors="white", linewidth=1.2)
     for span, (start, length) in zip(spans, boxes, strict=True):
-        number = str(span.action.microbatch)
+        number = _name(timeline.schedule, span.action)
         if length * points_per_time > POINTS_OF_DIGIT * len(number):
             axes.text(start + length / 2, rank, number, ha="center", va="center_baseline", fontsize=8.5, color=INK)
     stages = range(rank, timeline.schedule.stages, timeline.schedule.pp)
     note = f"   {' + '.join(str(timeline.in_flight[stage]) for stage in stages)} in flight"
     axes.text(1, rank, note, transform=axes.get_yaxis_transform(), va="center_baseline", fontsize=8.5, color=QUIET)
+
+
+def _colour(schedule: Schedule, action: Action) -> tuple[float, float, float]:
+    """The colour of the kind, paler for later stages of a rank."""
+    from matplotlib.colors import to_rgb
+
+    white = PALEST * (action.stage // schedule.pp) / max(schedule.virtual - 1, 1)
+    red, green, blue = (part + (1 - part) * white for part in to_rgb(COLOUR[action.kind]))
+    return red, green, blue
 
 
 def _draw_legend(figure: Figure, timeline: Timeline, corner: tuple[float, float]) -> None:
@@ -170,5 +199,7 @@ def _draw_legend(figure: Figure, timeline: Timeline, corner: tuple[float, float]
     handles = [Patch(color=COLOUR[kind], label=MEANING[kind]) for kind in _kinds(timeline)]
     handles.append(Patch(color=LANE, label="idle"))
     handles.append(Patch(alpha=0, label="numbers: microbatch"))
+    if timeline.schedule.virtual > 1:
+        handles.append(Patch(alpha=0, label=_stages(timeline.schedule)))
     figure.legend(handles=handles, loc="lower left", bbox_to_anchor=corner, ncols=len(handles), borderpad=0, borderaxespad=0,
                   frameon=False, fontsize=8.5, labelcolor=INK, handlelength=1.2)  # fmt: skip

@@ -12,23 +12,32 @@
                 F0F1    B0==F2B1==F3B2==  B3==
                   F0B0==F1B1==F2B2==F3B3==
 
-Both take the same time. In both, backward takes the microbatches in the same order, so gradients are summed in the same order.
+    interleaved  F0aF1aF2aF3aF0bF1bF2bF3b                  B0b===   B1b===   B2b===   B3b===B0a===B1a===B2a===B3a===
+                    F0aF1aF2aF3aF0bF1bF2bF3b         B0b===   B1b===   B2b===   B3b===B0a===B1a===B2a===B3a===
+                       F0aF1aF2aF3aF0bF1bF2b   B0b===F3bB1b===   B2b===   B3b===B0a===B1a===B2a===B3a===
+                          F0aF1aF2aF3aF0bB0b===F1bB1b===F2bB2b===F3bB3b===B0a===B1a===B2a===B3a===
+
+gpipe and 1f1b take the same time; interleaved, here with 2 stages a rank (a, b) of half the length, idles half as long. In all of them
+the backwards of a stage take the microbatches in the same order, so gradients are summed in the same order.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from pymesh3d.config import require_positive
 from pymesh3d.errors import ConfigError
 from pymesh3d.schedule.actions import Action, Schedule
+from pymesh3d.schedule.messages import with_messages
+from pymesh3d.schedule.simulate import WORK
 
 
 def gpipe(pp: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards. Every microbatch is in flight on every stage."""
     _require(pp, microbatches)
-    orders = [[_forward(m, stage) for m in range(microbatches)] + [_backward(m, stage) for m in range(microbatches)] for stage in range(pp)]
-    return _schedule("gpipe", microbatches, orders)
+    orders = [[Action(kind, m, stage) for kind in WORK for m in range(microbatches)] for stage in range(pp)]
+    return with_messages("gpipe", orders, microbatches)
 
 
 def one_f_one_b(pp: int, microbatches: int) -> Schedule:
@@ -39,66 +48,52 @@ def one_f_one_b(pp: int, microbatches: int) -> Schedule:
     _require(pp, microbatches)
     orders = []
     for stage in range(pp):
-        ahead = min(microbatches, pp - 1 - stage)
-        order = [_forward(m, stage) for m in range(ahead)]
-        for m in range(ahead, microbatches):
-            order += [_forward(m, stage), _backward(m - ahead, stage)]
-        order += [_backward(m, stage) for m in range(microbatches - ahead, microbatches)]
-        orders.append(order)
-    return _schedule("1f1b", microbatches, orders)
+        forwards, backwards = ([Action(kind, m, stage) for m in range(microbatches)] for kind in WORK)
+        orders.append(_in_turn(forwards, backwards, pp - 1 - stage))
+    return with_messages("1f1b", orders, microbatches)
 
 
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+def interleaved_1f1b(pp: int, microbatches: int, virtual: int) -> Schedule:
+    """1F1B with `virtual` stages a rank: pp microbatches go through the first stage of a rank, then through its second, and so on.
+
+    A rank runs (pp - 1 - rank) * 2 + (virtual - 1) * pp forwards ahead and never has more than one more in flight. Where pp does not
+    divide `microbatches`, the order is that of the next multiple of pp without those that are not there. With virtual=1 this is 1f1b.
+    """
+    _require(pp, microbatches)
+    require_positive("virtual", virtual)
+    groups = [range(first, first + pp) for first in range(0, microbatches, pp)]
+    orders = []
+    for rank in range(pp):
+        stages = range(rank, pp * virtual, pp)
+        forwards = [Action("F", m, stage) for group in groups for stage in stages for m in group]
+        backwards = [Action("B", m, stage) for group in groups for stage in reversed(stages) for m in group]
+        # Twice the distance to the last rank: once for activations to get there, once for gradients to come back, which here overlap.
+        ahead = (pp - 1 - rank) * (2 if virtual > 1 else 1) + (virtual - 1) * pp
+        orders.append([action for action in _in_turn(forwards, backwards, ahead) if action.microbatch < microbatches])
+    return with_messages("interleaved", orders, microbatches, virtual)
 
 
-def build(name: str, pp: int, microbatches: int) -> Schedule:
-    """The schedule called `name`. Raises ConfigError for an unknown name and for sizes below 1."""
+SCHEDULES: dict[str, Callable[..., Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved_1f1b}
+VIRTUAL = ("interleaved",)  # those with several stages a rank
+
+
+def build(name: str, pp: int, microbatches: int, virtual: int = 1) -> Schedule:
+    """The schedule called `name`. Raises ConfigError for an unknown name, for sizes below 1, and where a rank has one stage only."""
     if name not in SCHEDULES:
-        raise ConfigError(f"schedule {name!r}", "there is no schedule of that name", f"Use one of {', '.join(SCHEDULES)}")
+        raise ConfigError(f"schedule={name!r}", "there is no schedule of that name", f"Use one of {', '.join(SCHEDULES)}")
+    if name in VIRTUAL:
+        return SCHEDULES[name](pp, microbatches, virtual)
+    if virtual != 1:
+        instead = f"Use schedule={VIRTUAL[0]!r}, or virtual=1"
+        raise ConfigError(f"schedule={name!r}, virtual={virtual}", "its ranks have one stage each", instead)
     return SCHEDULES[name](pp, microbatches)
 
 
-def _schedule(name: str, microbatches: int, orders: Sequence[Sequence[Action]]) -> Schedule:
-    """A schedule of one stage a rank from the order of forwards and backwards of each."""
-    ranks = tuple(_with_communication(order, stage, len(orders) - 1, microbatches) for stage, order in enumerate(orders))
-    return Schedule(name=name, pp=len(orders), microbatches=microbatches, ranks=ranks)
-
-
-def _with_communication(order: Sequence[Action], stage: int, last: int, microbatches: int) -> tuple[Action, ...]:
-    """`order` with every send right behind what produces it and every receive one microbatch ahead of what consumes it.
-
-    One exception: while forwards and backwards alternate, a gradient's receive stands behind the forward, right before its backward.
-    With that, both ends of a link name all its messages, of both directions, in one and the same order (in which the earlier stage
-    computes). So they can even share one queue that does nothing out of turn, as the traffic of two GPUs in one NCCL communicator does.
-    At most 2 receives from the same rank are open.
-    """
-    actions: list[Action] = []
-    for n, action in enumerate(order):
-        m = action.microbatch
-        if action.kind == "F" and stage > 0:
-            if m == 0:
-                actions.append(Action("RF", 0, stage))
-            if m + 1 < microbatches:
-                actions.append(Action("RF", m + 1, stage))
-        if action.kind == "B" and stage < last:
-            if order[n - 1].kind == "F":
-                actions.append(Action("RB", m, stage))
-            if n + 1 < len(order) and order[n + 1].kind == "B":
-                actions.append(Action("RB", m + 1, stage))
-        actions.append(action)
-        if action.kind == "F" and stage < last:
-            actions.append(Action("SF", m, stage))
-        if action.kind == "B" and stage > 0:
-            actions.append(Action("SB", m, stage))
-    return tuple(actions)
-
-
-def _forward(microbatch: int, stage: int) -> Action:
-    return Action("F", microbatch, stage)
-
-
-def _backward(microbatch: int, stage: int) -> Action:
-    return Action("B", microbatch, stage)
+def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> list[Action]:
+    """`ahead` forwards, or all where there are fewer, then a backward behind each forward, then the backwards that are left."""
+    ahead = min(ahead, len(forwards))
+    turns = zip(forwards[ahead:], backwards, strict=False)
+    return [*forwards[:ahead], *itertools.chain.from_iterable(turns), *backwards[len(forwards) - ahead :]]
 
 
 def _require(pp: int, microbatches: int) -> None:

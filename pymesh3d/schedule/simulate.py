@@ -12,7 +12,7 @@ from pymesh3d.errors import ConfigError
 from pymesh3d.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule, ScheduleError
 
 WORK: tuple[Kind, ...] = ("F", "B")  # what every stage does with every microbatch
-MAX_RECEIVES = 2  # receives from one rank to another that may be open (posted, not yet consumed) at a time: each holds a buffer
+MAX_RECEIVES = 2  # receives of one end of a link that may be open (posted, not yet consumed) at a time: each holds a buffer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,10 +125,9 @@ class _Run:
     def advance(self, rank: int) -> bool:
         """Run `rank` until it has to wait. False if it could do nothing."""
         before = self.position[rank]
-        for action in self.schedule.ranks[rank][before:]:
-            if self.missing(action):
-                break
-            self.do(action, rank)
+        actions = self.schedule.ranks[rank]
+        while self.position[rank] < len(actions) and not self.missing(actions[self.position[rank]]):
+            self.do(actions[self.position[rank]], rank)
         return self.position[rank] > before
 
     def missing(self, action: Action) -> list[Action]:
@@ -191,17 +190,18 @@ def check(schedule: Schedule) -> None:
 def _check_rank(schedule: Schedule, rank: int) -> None:
     """Every action of `rank` is one it can do, stands there once, and comes after what it needs; few receives are open at a time."""
     done: set[Action] = set()
-    opened: dict[int, set[Action]] = defaultdict(set)  # source rank -> receives posted and not yet consumed
+    opened: dict[int, set[Action]] = defaultdict(set)  # link -> receives posted and not yet consumed
     for position, action in enumerate(schedule.ranks[rank]):
         problem = _impossible(schedule, rank, action, done)
         for need in needs(schedule, action) if not problem else []:
             if need.kind in RECEIVES:
-                opened[schedule.rank_of(need.peer_stage)].discard(need)
+                opened[schedule.link_of(need)].discard(need)
         if action.kind in RECEIVES and not problem:
-            source = schedule.rank_of(action.peer_stage)
-            opened[source].add(action)
-            if len(opened[source]) > MAX_RECEIVES:
-                problem = f"would be open receive number {len(opened[source])} from rank {source}, more than {MAX_RECEIVES}"
+            link = schedule.link_of(action)
+            opened[link].add(action)
+            if len(opened[link]) > MAX_RECEIVES:
+                source = schedule.rank_of(action.peer_stage)
+                problem = f"would be open receive number {len(opened[link])} from rank {source}, more than {MAX_RECEIVES}"
         if problem:
             raise ScheduleError(schedule, f"{schedule.text_of(action, rank)} of rank {rank} {problem}", {rank: position})
         done.add(action)
@@ -233,23 +233,23 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _check_messages(schedule: Schedule) -> None:
-    """Every send has one receive, every receive one send, and from one rank to another both ends name them in the same order."""
+    """Every send has one receive, every receive one send, and both ends of a link name those of one direction in the same order."""
     position = {action: n for actions in schedule.ranks for n, action in enumerate(actions)}
-    sends: dict[tuple[int, int], list[Action]] = defaultdict(list)  # (source rank, target rank) -> in the order of the source
-    receives: dict[tuple[int, int], list[Action]] = defaultdict(list)  # the same in the order of the target
+    sends: dict[tuple[int, int, int], list[Action]] = defaultdict(list)  # (link, source rank, target rank) -> in the order of the source
+    receives: dict[tuple[int, int, int], list[Action]] = defaultdict(list)  # the same in the order of the target
     for action in position:
         if action.kind in COMPUTE:
             continue
-        rank, peer = schedule.rank_of(action.stage), schedule.rank_of(action.peer_stage)
+        link, rank, peer = schedule.link_of(action), schedule.rank_of(action.stage), schedule.rank_of(action.peer_stage)
         if action.counterpart not in position:
             wanted = f"{schedule.text_of(action.counterpart, peer)} on rank {peer}"
             raise ScheduleError(schedule, f"{schedule.text_of(action, rank)} of rank {rank} has no {wanted}", {rank: position[action]})
         if action.kind in SENDS:
-            sends[rank, peer].append(action)
+            sends[link, rank, peer].append(action)
         else:
-            receives[peer, rank].append(action)
-    for (source, target), sent in sends.items():
-        for send, receive in zip(sent, receives[source, target], strict=True):
+            receives[link, peer, rank].append(action)
+    for (link, source, target), sent in sends.items():
+        for send, receive in zip(sent, receives[link, source, target], strict=True):
             if send.counterpart != receive:
                 problem = f"rank {source} sends to rank {target} in another order than rank {target} receives"
                 raise ScheduleError(schedule, problem, {source: position[send], target: position[receive]})

@@ -19,10 +19,11 @@ from pymesh3d.models.llama import Llama
 from pymesh3d.pp.run import Microbatch, run
 from pymesh3d.pp.stage import Stage
 from pymesh3d.schedule.actions import Action
-from pymesh3d.schedule.schedules import SCHEDULES
+from pymesh3d.schedule.schedules import build
 from tests.plain import FLOAT64, SMALL, Batch, Run, assert_equal_runs, assert_near, batch_of, on_mesh, plain, share
 
 Ranks = Callable[..., list[Any]]
+SCHEDULES = ("gpipe", "1f1b")
 MASKED = [batch_of(8, 8, valid=37, seed=1), batch_of(8, 8, valid=20, seed=2)]
 
 
@@ -141,7 +142,7 @@ def unit_gradients(schedule: str) -> tuple[float, list[float]]:
     stage = Stage(module, first=mesh.pp.rank == 0, last=mesh.pp.rank == 1, loss=lambda output, _: output.mean() / 4)
     links = Links(mesh)
     microbatches = [Microbatch(torch.zeros(2, 4), torch.zeros(2, 4), Expected((2, 4), torch.float64, n)) for n in range(4)]
-    actions = SCHEDULES[schedule](2, 4).ranks[mesh.pp.rank]
+    actions = build(schedule, 2, 4).ranks[mesh.pp.rank]
     losses = [run(actions, stage, links, microbatches).item() for _ in range(2)]
     for link in (links.before, links.after):
         assert link is None or not link._sent, "a step ends when all that it sent has left"  # type: ignore[attr-defined]

@@ -24,6 +24,19 @@ def test_grid() -> None:
     assert to_text(simulate(build("1f1b", 2, 3))) == GRID
 
 
+INTERLEAVED = """\
+rank 0  F0aF1aF0bF1b      B0b===   B1b===B0a===B1a===
+rank 1     F0aF1aF0bB0b===F1bB1b===B0a===B1a===
+time    0     2     4     6     8     10    12    14"""
+
+
+def test_several_stages_of_a_rank_have_letters() -> None:
+    timeline = simulate(build("interleaved", 2, 2, 2))
+    assert to_text(timeline) == INTERLEAVED
+    assert "F0a forward, B0a== backward of microbatch 0, a, b: stages of a rank in order, blank" in legend(timeline)
+    assert "of microbatch 0, a-c: stages of a rank in order, blank" in legend(simulate(build("interleaved", 2, 2, 3)))
+
+
 def test_the_legend_says_what_is_in_the_grid() -> None:
     timeline = simulate(build("1f1b", 2, 3))
     assert legend(timeline) == "F0 forward, B0== backward of microbatch 0, blank: idle; time (1 = a forward) to the right"
@@ -122,6 +135,39 @@ def test_every_box_of_the_picture_stands_where_it_was_simulated() -> None:
     spans = [(rank, span) for rank in range(2) for span in timeline.compute(rank)]
     assert numbers == [(((span.start + span.end) / 2, rank), str(span.action.microbatch)) for rank, span in spans]
     assert [text.get_text().strip() for text in axes.texts if "flight" in text.get_text()] == ["2 in flight", "1 in flight"]
+
+
+def test_the_picture_tells_the_stages_of_a_rank_apart() -> None:
+    """By letter and by shade, and the legend says so."""
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib (pip install matplotlib)")
+    timeline = simulate(build("interleaved", 2, 2, 3))
+    figure = draw._figure(timeline, None)
+    axes = figure.axes[0]
+    spans = [(rank, span) for rank in range(2) for span in timeline.compute(rank)]
+    names = [f"{span.action.microbatch}{'abc'[span.action.stage // 2]}" for _, span in spans]
+    assert [text.get_text() for text in axes.texts if "flight" not in text.get_text()] == names
+    colours = [tuple(colour) for boxes in axes.collections[1::2] for colour in boxes.get_facecolor()]
+    shades = {(span.action.kind, span.action.stage // 2): colour for (_, span), colour in zip(spans, colours, strict=True)}
+    assert len(set(shades.values())) == 6
+    assert all(sum(shades[kind, 0]) < sum(shades[kind, 1]) < sum(shades[kind, 2]) for kind in "FB")
+    assert figure.legends[0].get_texts()[-1].get_text() == "a-c: stages of a rank in order"
+
+
+def test_command_draws_several_stages_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two where nothing is said."""
+    for given in (None, 2):
+        assert run("interleaved", 2, 2, given, json_file=str(tmp_path / "a.json")) == 0
+        printed = capsys.readouterr().out
+        assert printed.startswith(f"{build('interleaved', 2, 2, 2)}\n") and f"{INTERLEAVED}\nF0a forward" in printed
+        assert json.loads((tmp_path / "a.json").read_text())["virtual_pp"] == 2
+    for pp, virtual, message in (
+        (2, 27, "--virtual-pp 27: .* at most 26 stages of a rank"),
+        (86, 3, "--virtual-pp 3: a drawing has at most"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run("interleaved", pp, 1, virtual)
+    with pytest.raises(ConfigError, match="forwards and backwards in all"):
+        run("interleaved", 50, 101, 2)
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

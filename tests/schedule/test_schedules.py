@@ -1,25 +1,37 @@
-"""GPipe and 1F1B: no deadlock under the strictest transport, and the bubble, order and memory they are known for."""
+"""GPipe, 1F1B and interleaved 1F1B: no deadlock under the strictest transport, and the bubble, order and memory they are known for."""
+
+import functools
+import itertools
 
 import pytest
 
 from pymesh3d.config import SCHEDULES as NAMES
 from pymesh3d.errors import ConfigError
-from pymesh3d.schedule import Action, Schedule, Times, build, simulate
+from pymesh3d.schedule import Action, Schedule, Timeline, Times, build, check_links, parse, simulate
 from pymesh3d.schedule import schedules as module
 from pymesh3d.schedule.actions import COMPUTE, RECEIVES, SENDS
 from pymesh3d.schedule.draw import to_text
 
 PP, MICROBATCHES = range(1, 9), range(1, 17)
-everyone = pytest.mark.parametrize("name", NAMES)
+everyone = pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+several = pytest.mark.parametrize("virtual", [2, 3])
 
 
-def all_sizes(name: str) -> list[Schedule]:
-    return [build(name, pp, microbatches) for pp in PP for microbatches in MICROBATCHES]
+@functools.cache
+def all_sizes(name: str, virtual: int = 1) -> list[Schedule]:
+    return [build(name, pp, microbatches, virtual) for pp in PP for microbatches in MICROBATCHES]
+
+
+@functools.cache
+def interleaved(virtual: int) -> list[Timeline]:
+    """All sizes; C37: all sends blocking and unbuffered."""
+    return [simulate(schedule) for schedule in all_sizes("interleaved", virtual)]
 
 
 def test_every_name_of_the_configuration_is_a_schedule() -> None:
-    assert tuple(module.SCHEDULES) == NAMES
-    assert all(build(name, 2, 2).name == name for name in NAMES)
+    assert tuple(module.SCHEDULES) == ("gpipe", "1f1b", "interleaved")
+    assert set(NAMES) <= set(module.SCHEDULES)
+    assert all(build(name, 2, 2).name == name for name in module.SCHEDULES)
 
 
 @everyone
@@ -109,9 +121,111 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         build("zero", 2, 2)
 
 
-@everyone
-def test_the_picture_in_the_docs_is_the_schedule(name: str) -> None:
-    *lines, axis = to_text(simulate(build(name, 4, 4))).splitlines()
+@pytest.mark.parametrize(("name", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+def test_the_picture_in_the_docs_is_the_schedule(name: str, virtual: int) -> None:
+    *lines, axis = to_text(simulate(build(name, 4, 4, virtual))).splitlines()
     assert axis.startswith("time")
     for line in lines:
         assert line.removeprefix(f"rank {line[5]}  ") in (module.__doc__ or "")
+
+
+# Interleaved.
+
+
+def test_interleaved_with_one_stage_a_rank_is_1f1b() -> None:
+    assert [schedule.ranks for schedule in all_sizes("interleaved")] == [schedule.ranks for schedule in all_sizes("1f1b")]
+
+
+@several
+def test_interleaved_idles_less(virtual: int) -> None:
+    """Idle for pp - 1 forwards and backwards of a stage, which is 1 / virtual as long as in 1f1b; with a remainder for somewhat longer."""
+    for timeline in interleaved(virtual):
+        pp, m = timeline.schedule.pp, timeline.schedule.microbatches
+        absent = -m % pp
+        work, idle = 3 * m * virtual, 3 * (pp - 1)
+        idle_in_1f1b = 3 * virtual * (pp - 1)
+        found = timeline.makespan - work
+        if not absent:
+            assert found == idle
+            assert timeline.bubble_of_step == pytest.approx(idle / (work + idle), abs=1e-12)
+        elif m < pp:
+            assert found == 3 * (pp - m) * (virtual - 1) + idle  # nothing can be faster: the first microbatch has that many stages to pass
+        else:
+            assert idle < found <= idle + 3 * (virtual - 1) * absent
+        assert found < idle_in_1f1b or pp == 1 or (m == 1 and found == idle_in_1f1b), timeline.schedule.heading
+
+
+def test_known_bubbles_of_interleaved() -> None:
+    """4 ranks, 8 microbatches: 9 of 33 steps in 1f1b; with halves of stages 9 of 57, with thirds 9 of 81."""
+    bubbles = [simulate(build("interleaved", 4, 8, virtual)).bubble_of_step for virtual in (1, 2, 3)]
+    assert bubbles == pytest.approx([9 / 33, 9 / 57, 9 / 81], abs=1e-12)
+
+
+@several
+def test_few_microbatches_are_in_flight_in_interleaved(virtual: int) -> None:
+    """Of all stages of a rank together, never more than the forwards that it runs ahead, and one."""
+    for schedule in all_sizes("interleaved", virtual):
+        pp, m = schedule.pp, schedule.microbatches
+        for rank, actions in enumerate(schedule.ranks):
+            steps = [{"F": 1, "B": -1}.get(action.kind, 0) for action in actions]
+            peak = max(sum(steps[: n + 1]) for n in range(len(steps)))
+            known = min((pp - 1 - rank) * 2 + (virtual - 1) * pp + 1, m * virtual)
+            assert peak == known if m % pp == 0 else peak <= known, f"rank {rank} of {schedule.heading}"
+
+
+@several
+def test_interleaved_messages_match_and_few_receives_are_open(virtual: int) -> None:
+    """C37, counted here on the lists themselves and not by the simulator: on each link each way, every send has its receive, in order."""
+    for schedule in all_sizes("interleaved", virtual):
+        pp, m = schedule.pp, schedule.microbatches
+        for rank, actions in enumerate(schedule.ranks):
+            for kind, peer, shift in (("F", (rank + 1) % pp, 1), ("B", (rank - 1) % pp, -1)):
+                crossing = range(max(0, -shift), pp * virtual - max(0, shift)) if pp > 1 else range(0)
+                sent = [(action.microbatch, action.stage + shift) for action in actions if action.kind == f"S{kind}"]
+                received = [(action.microbatch, action.stage) for action in schedule.ranks[peer] if action.kind == f"R{kind}"]
+                assert sent == received, f"{kind} from rank {rank} of {schedule.heading}"
+                assert sorted(sent) == [(n, s + shift) for n in range(m) for s in crossing if s % pp == rank]
+                open_now = 0
+                for action in schedule.ranks[peer]:
+                    open_now += (action.kind == f"R{kind}") - (action.kind == kind and (action.microbatch, action.stage) in received)
+                    assert 0 <= open_now <= 2, schedule.heading
+
+
+@several
+def test_interleaved_backward_in_the_same_order_on_every_stage(virtual: int) -> None:
+    """As in the other schedules, so gradients are summed in the same order and are bitwise the same."""
+    for schedule in all_sizes("interleaved", virtual):
+        for stage in range(schedule.stages):
+            actions = schedule.ranks[stage % schedule.pp]
+            for kind in ("F", "B"):
+                found = [action.microbatch for action in actions if (action.kind, action.stage) == (kind, stage)]
+                assert found == list(range(schedule.microbatches)), schedule.heading
+
+
+@several
+def test_interleaved_passes_links_in_order_and_prints(virtual: int) -> None:
+    for schedule in all_sizes("interleaved", virtual):
+        check_links(schedule)
+        assert parse(str(schedule)) == schedule
+
+
+@everyone
+def test_links_in_order(name: str) -> None:
+    for schedule in all_sizes(name):
+        check_links(schedule)
+
+
+@several
+def test_sends_stand_right_behind_what_makes_them(virtual: int) -> None:
+    for schedule in all_sizes("interleaved", virtual):
+        for actions in schedule.ranks:
+            for before, action in itertools.pairwise(actions):
+                assert action.kind not in SENDS or action == Action(f"S{before.kind}", before.microbatch, before.stage)
+
+
+def test_several_stages_a_rank_only_where_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"schedule='1f1b', virtual=2.*Use schedule='interleaved', or virtual=1"):
+        build("1f1b", 2, 2, 2)
+    for virtual in (0, -1, True, 2.0):
+        with pytest.raises(ConfigError, match=f"virtual={virtual}"):
+            build("interleaved", 2, 2, virtual)  # type: ignore[arg-type]
