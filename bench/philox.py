@@ -8,8 +8,6 @@ among four elements. Initialisation runs once; being independent of the layout i
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,8 +16,8 @@ import torch
 
 from ..triton_kernels import philox_fill_
 from . import report
+from .timing import medians_in_turns
 
-ROUNDS = 10
 COLUMNS = {
     "elements": ("float32\nelements", ","),
     "philox_ms": ("philox,\nms", ".3f"),
@@ -32,32 +30,15 @@ COLUMNS = {
 SIZES = {"cuda": (2**20, 2**24, 2**28), "cpu": (2**14, 2**18)}  # elements
 
 
-def _milliseconds(run: Callable[[], object], device: str) -> float:
-    if device == "cpu":
-        start = time.perf_counter()
-        run()
-        return (time.perf_counter() - start) * 1e3
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
-
-
 def measure(device: str, elements: int) -> report.Row:
-    """Medians in ms of float32 fills of a tensor [elements], the candidates taking turns so that all see the same clocks."""
+    """Medians in ms of float32 fills of a tensor [elements]."""
     out = torch.empty(elements, device=device)
     candidates: dict[str, Callable[[], object]] = {
         "philox_ms": lambda: philox_fill_(out, key=1, kind="normal", scale=0.02, global_cols=elements),
         "torch_normal_ms": lambda: torch.nn.init.normal_(out, std=0.02),
         "floor_ms": lambda: out.fill_(0.0),
     }
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    for _ in range(ROUNDS + 1):
-        for name, run in candidates.items():
-            times[name].append(_milliseconds(run, device))
-    medians = {name: statistics.median(taken[1:]) for name, taken in times.items()}  # the first round compiles and warms up
+    medians = medians_in_turns(candidates, device)
     return {
         "device": device,
         "elements": elements,

@@ -12,8 +12,13 @@ from pymesh3d.triton_kernels.philox import Kind, philox_fill_
 
 def parameter_key(seed: int, name: str) -> int:
     """The 64-bit key of the stream that fills parameter `name`; `seed` is an integer of 0 .. 2^64 - 1, anything else is a ConfigError."""
+    return stream_key(seed, name, purpose=b"pymesh3d init")
+
+
+def stream_key(seed: int, name: str, *, purpose: bytes) -> int:
+    """The 64-bit key of the stream that belongs to `name` and a purpose of at most 16 bytes; a bad seed is a ConfigError."""
     require_seed(seed)
-    digest = hashlib.blake2b(seed.to_bytes(8, "little") + name.encode(), digest_size=8, person=b"pymesh3d init", usedforsecurity=False)
+    digest = hashlib.blake2b(seed.to_bytes(8, "little") + name.encode(), digest_size=8, person=purpose, usedforsecurity=False)
     return int.from_bytes(digest.digest(), "little")
 
 

@@ -19,10 +19,15 @@ import pytest
 ARCHITECTURES = (80, 90, 100)
 # name -> (file, kernel, types of its arguments in order, its constexpr arguments)
 PHILOX = " i64 i64 i64 i64 i64 i64 i32 i32 i64"
+DROPOUT = " i32 i32 i64 i64 i64 i64 i32 i32 i32 i32 i32 i64"
+ROW, TALL = {"ALIGNED": True, "BLOCK_ROWS": 1, "BLOCK_COLS": 1024}, {"ALIGNED": False, "BLOCK_ROWS": 128, "BLOCK_COLS": 8}
 KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "philox normal float32": ("philox", "philox_fill_kernel", "*fp32" + PHILOX, {"NORMAL": True, "BLOCK_ROWS": 1, "BLOCK_COLS": 1024}),
     "philox normal bfloat16": ("philox", "philox_fill_kernel", "*bf16" + PHILOX, {"NORMAL": True, "BLOCK_ROWS": 1024, "BLOCK_COLS": 1}),
     "philox uniform float64": ("philox", "philox_fill_kernel", "*fp64" + PHILOX, {"NORMAL": False, "BLOCK_ROWS": 8, "BLOCK_COLS": 128}),
+    "dropout bfloat16": ("dropout", "dropout_kernel", "*bf16 *bf16" + DROPOUT, ROW),
+    "dropout float32": ("dropout", "dropout_kernel", "*fp32 *fp32" + DROPOUT, TALL),
+    "dropout float64": ("dropout", "dropout_kernel", "*fp64 *fp64" + DROPOUT, TALL | {"BLOCK_ROWS": 8, "BLOCK_COLS": 128}),
 }
 
 
