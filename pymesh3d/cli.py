@@ -35,7 +35,7 @@ from pymesh3d.schedule import SCHEDULES as DRAWN
 BENCHMARKS = {"dropout": dropout.main, "p2p": p2p.main, "philox": philox.main, "train": bench_train.main}
 RANKS_OF_A_CORE = 32  # at most: more than that is a slip of the pen
 NOT_YET = {  # option: what it can be, what it cannot be yet, and what to do instead
-    "schedule": (SCHEDULES, "gpipe and 1f1b are here; interleaved and zero-bubble schedules are not available yet", "Use --schedule 1f1b"),
+    "schedule": (SCHEDULES, "gpipe, 1f1b and interleaved are here; zero-bubble schedules are not available yet", "Use --schedule 1f1b"),
     "zero_stage": (
         (0, 1),
         "0 and 1 are here; 2 and 3 are not available yet",
@@ -176,6 +176,13 @@ def _train(one: argparse.ArgumentParser) -> None:
     )
     _schedule(how, SCHEDULES, "order of the pipeline's forwards and backwards; pymesh3d draw shows it")
     how.add_argument(
+        "--virtual-pp",
+        type=int,
+        metavar="N",
+        default=defaults.virtual_pp,
+        help="stages of each rank; --schedule interleaved takes 2 or more",
+    )
+    how.add_argument(
         "--zero-stage",
         type=int,
         metavar="N",
@@ -207,7 +214,8 @@ def _train(one: argparse.ArgumentParser) -> None:
         type=_name,
         metavar="DIR",
         help="go on from the newest checkpoint in DIR, the folder given to --save. What must be as it was: --model, --data, --tp, --pp, "
-        "--dp, --seq, --global-batch-size, --zero-stage, --sequence-parallel, --dtype, --reduce-dtype, --seed; the rest may change",
+        "--dp, --virtual-pp, --seq, --global-batch-size, --zero-stage, --sequence-parallel, --dtype, --reduce-dtype, --seed; "
+        "the rest may change",
     )
 
 

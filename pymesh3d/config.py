@@ -187,7 +187,7 @@ MODELS = {
 
 DTYPES = ("float32", "bfloat16", "float64")
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64", "fp16": "float16"}
-SCHEDULES = ("gpipe", "1f1b")
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
 RECOMPUTE = ("none", "full")
 
 
@@ -216,6 +216,7 @@ class TrainConfig:
     micro_batch: int = 2
     steps: int = 200
     schedule: str = "1f1b"
+    virtual_pp: int = 1
     zero_stage: int = 1
     sequence_parallel: bool = False
     recompute: str = "none"
@@ -231,9 +232,15 @@ class TrainConfig:
     vocab_multiple: int = 128
 
     def __post_init__(self) -> None:
-        for name in ("seq", "global_batch", "micro_batch", "steps", "vocab_multiple"):
+        for name in ("seq", "global_batch", "micro_batch", "steps", "vocab_multiple", "virtual_pp"):
             require_positive(name, getattr(self, name))
         self._one_of("schedule", SCHEDULES)
+        if (self.virtual_pp > 1) != (self.schedule == "interleaved"):
+            raise ConfigError(
+                f"schedule={self.schedule!r}, virtual_pp={self.virtual_pp}",
+                "the interleaved schedule has several stages a rank, the others one",
+                "Use schedule='interleaved' with virtual_pp=2, or schedule='1f1b' with virtual_pp=1",
+            )
         self._one_of("zero_stage", (0, 1))
         self._one_of("recompute", RECOMPUTE)
         if full_dtype(self.dtype) == "float16":
@@ -286,8 +293,11 @@ def validate(model: ModelConfig, layout: Layout, train: TrainConfig) -> None:
             "tp must divide seq, because each tp rank holds an equal part of the sequence",
             f"Use seq={math.ceil(train.seq / tp) * tp}, or sequence_parallel=False",
         )
-    if model.layers < pp:
-        raise ConfigError(f"layers={model.layers}, pp={pp}", "each stage needs at least one layer", f"Use pp={model.layers} or less")
+    if train.virtual_pp > 1 and pp == 1:
+        raise ConfigError(f"virtual_pp={train.virtual_pp}, pp=1", "several stages a rank need several ranks", "Use pp=2, or virtual_pp=1")
+    if model.layers < pp * train.virtual_pp:
+        given = f"layers={model.layers}, pp={pp}" + (f", virtual_pp={train.virtual_pp}" if train.virtual_pp > 1 else "")
+        raise ConfigError(given, "each stage needs at least one layer", f"Use pp={max(model.layers // train.virtual_pp, 1)} or less")
     if train.global_batch % dp:
         rounded = math.ceil(train.global_batch / dp) * dp
         raise ConfigError(

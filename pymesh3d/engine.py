@@ -56,8 +56,8 @@ def parallelize(model: Llama, mesh: Mesh, config: TrainConfig | None = None, *, 
     validate(model.config, mesh.layout, config)
     if optimizer is not None and not callable(optimizer):
         raise ConfigError(f"optimizer={optimizer!r}", "it must make an optimizer from parameter groups", "Use torch.optim.AdamW, or None")
-    stages = stage_layers(model.config, mesh.pp.size)
-    _require_trained(model, stages)
+    held = held_layers(model.config, mesh.pp.size, config.virtual_pp)
+    _require_trained(model, held)
     require_equal(exchange_text(f"{model.config} {config}", mesh.device), "configuration")
     adamw = functools.partial(torch.optim.AdamW, lr=config.lr, betas=config.betas, eps=config.eps, fused=mesh.device.type == "cuda")
     on_meta = any(parameter.is_meta for parameter in model.parameters())
@@ -70,7 +70,8 @@ def parallelize(model: Llama, mesh: Mesh, config: TrainConfig | None = None, *, 
         place(weight, dataclasses.replace(placement_of(weight), stages=ends))
         mesh.select(mesh.pp, ends)
     # Then this stage's layers; what other ranks run is dropped before memory is taken for it.
-    keep_layers(model, stages[mesh.pp.rank], first=mesh.pp.rank == 0, last=mesh.pp.rank == mesh.pp.size - 1)
+    own = [layer for layers in held[mesh.pp.rank] for layer in layers]
+    keep_layers(model, own, first=mesh.pp.rank == 0, last=mesh.pp.rank == mesh.pp.size - 1)
     model.to(dtype=DTYPES[config.dtype])
     if on_meta:
         materialize(model, mesh.device)
@@ -99,14 +100,21 @@ def stage_layers(model: ModelConfig, stages: int) -> list[range]:
     return partition([1.0] * model.layers, stages, last=model.vocab * model.dim / layer_parameters(model))
 
 
-def _require_trained(model: Llama, stages: Sequence[range]) -> None:
-    """Refuse a stage with nothing to train: its optimizer would be empty while the other stages wait for it. Raises ConfigError."""
-    for stage, layers in enumerate(stages):
-        held: list[torch.nn.Module | None] = [model.layers[str(number)] for number in layers]
-        held += [model.embed] * (stage == 0) + [model.norm, model.head] * (stage == len(stages) - 1)
-        if not any(parameter.requires_grad for module in held if module is not None for parameter in module.parameters()):
+def held_layers(model: ModelConfig, pp: int, virtual_pp: int) -> list[list[range]]:
+    """The layers of each rank's stages: of `pp * virtual_pp` stages, every `pp`th."""
+    stages = stage_layers(model, pp * virtual_pp)
+    return [stages[rank::pp] for rank in range(pp)]
+
+
+def _require_trained(model: Llama, held: Sequence[Sequence[range]]) -> None:
+    """Refuse a rank with nothing to train: its optimizer would be empty while the others wait for it. Raises ConfigError."""
+    for rank, stages in enumerate(held):
+        modules: list[torch.nn.Module | None] = [model.layers[str(number)] for layers in stages for number in layers]
+        modules += [model.embed] * (rank == 0) + [model.norm, model.head] * (rank == len(held) - 1)
+        if not any(parameter.requires_grad for module in modules if module is not None for parameter in module.parameters()):
+            layers = " and ".join(f"{layers.start} to {layers.stop - 1}" for layers in stages)
             raise ConfigError(
-                f"pp={len(stages)} with all parameters of stage {stage} frozen (layers {layers.start} to {layers.stop - 1})",
+                f"pp={len(held)} with all parameters of stage {rank} frozen (layers {layers})",
                 "each stage must have something to train",
                 "Use pp=1, or leave requires_grad of one of these layers on",
             )
@@ -130,10 +138,15 @@ class Engine:
 
     def __init__(self, model: Llama, mesh: Mesh, config: TrainConfig, zero: Zero) -> None:
         self.model, self.mesh, self.config, self.zero = model, mesh, config, zero
-        self.links = Links(mesh)
+        self.links = Links(mesh, ring=config.virtual_pp > 1)
         self._schedules: dict[tuple[str, int], tuple[Action, ...]] = {}
         self._divisor = torch.ones((), dtype=torch.int64, device=mesh.device)
-        self.stage = Stage(model, first=mesh.pp.rank == 0, last=mesh.pp.rank == mesh.pp.size - 1, loss=self._loss)
+        held = held_layers(model.config, mesh.pp.size, config.virtual_pp)[mesh.pp.rank]
+        last = mesh.pp.size * config.virtual_pp - 1
+        self.stages: dict[int, Stage] = {}  # of this rank, by their number in the pipeline
+        for number, layers in zip(range(mesh.pp.rank, last + 1, mesh.pp.size), held, strict=True):
+            part = functools.partial(model, layers=layers)
+            self.stages[number] = Stage(part, first=number == 0, last=number == last, loss=self._loss)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -152,7 +165,7 @@ class Engine:
         Called several times before `optimizer_step`, the gradients add up.
         """
         microbatches = self._prepare(batch)
-        loss = run(self._actions(self.config.schedule, len(microbatches)), self.stage, self.links, microbatches)
+        loss = run(self._actions(self.config.schedule, len(microbatches)), self.stages, self.links, microbatches)
         return self._agree_on_loss(loss, microbatches)
 
     def optimizer_step(self) -> tuple[float, bool]:
@@ -162,8 +175,9 @@ class Engine:
     def eval_step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
         """The mean loss over the valid tokens of a global batch, without gradients; the same on every rank."""
         microbatches = self._prepare(batch)
-        actions = [action for action in self._actions("gpipe", len(microbatches)) if action.kind in ("F", "SF", "RF")]
-        return self._agree_on_loss(run(actions, self.stage, self.links, microbatches, train=False), microbatches)[0]
+        schedule = "gpipe" if self.config.virtual_pp == 1 else self.config.schedule
+        actions = [action for action in self._actions(schedule, len(microbatches)) if action.kind in ("F", "SF", "RF")]
+        return self._agree_on_loss(run(actions, self.stages, self.links, microbatches, train=False), microbatches)[0]
 
     def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter of this stage, unsharded, by its full name. All ranks of the stage must iterate to the end.
@@ -201,7 +215,8 @@ class Engine:
         """What this rank does in a step of so many microbatches."""
         key = (schedule, microbatches)
         if key not in self._schedules:
-            self._schedules[key] = build(schedule, self.mesh.pp.size, microbatches).ranks[self.mesh.pp.rank]
+            built = build(schedule, self.mesh.pp.size, microbatches, self.config.virtual_pp)
+            self._schedules[key] = built.ranks[self.mesh.pp.rank]
         return self._schedules[key]
 
     def _prepare(self, batch: tuple[torch.Tensor, torch.Tensor]) -> list[Microbatch]:

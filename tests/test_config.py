@@ -81,6 +81,26 @@ BAD: dict[str, tuple[Callable[[], object], list[str], Callable[[], object]]] = {
         ["layers=3", "pp=4", "at least one layer", "pp=3 or less"],
         lambda: [validate(ModelConfig(layers=3), Layout(pp=pp), TRAIN) for pp in (1, 2, 3)],
     ),
+    "layers of stages": (
+        lambda: validate(ModelConfig(layers=5), Layout(pp=3), TrainConfig(schedule="interleaved", virtual_pp=2)),
+        ["layers=5", "pp=3", "virtual_pp=2", "at least one layer", "pp=2 or less"],
+        lambda: validate(ModelConfig(layers=5), Layout(pp=2), TrainConfig(schedule="interleaved", virtual_pp=2)),
+    ),
+    "stages without ranks": (
+        lambda: validate(ModelConfig(), Layout(), TrainConfig(schedule="interleaved", virtual_pp=2)),
+        ["virtual_pp=2", "pp=1", "need several ranks", "Use pp=2, or virtual_pp=1"],
+        lambda: validate(ModelConfig(), Layout(pp=2), TrainConfig(schedule="interleaved", virtual_pp=2)),
+    ),
+    "one stage interleaved": (
+        lambda: TrainConfig(schedule="interleaved"),
+        ["schedule='interleaved', virtual_pp=1", "several stages a rank", "virtual_pp=2"],
+        lambda: TrainConfig(schedule="interleaved", virtual_pp=2),
+    ),
+    "several stages in turn": (
+        lambda: TrainConfig(schedule="1f1b", virtual_pp=2),
+        ["schedule='1f1b', virtual_pp=2", "the others one", "virtual_pp=1"],
+        lambda: TrainConfig(schedule="1f1b", virtual_pp=1),
+    ),
     "zero stage": (lambda: TrainConfig(zero_stage=3), ["zero_stage=3", "one of 0, 1", "default is 1"], lambda: TrainConfig(zero_stage=1)),
     "schedule": (
         lambda: TrainConfig(schedule="zigzag"),

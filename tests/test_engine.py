@@ -77,13 +77,13 @@ def chosen(changes: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
         engine = engine_on(train=dataclasses.replace(FLOAT64, micro_batch=1, **changes), **sizes)
     forwards: list[object] = []
     next(iter(engine.model.layers.values())).register_forward_pre_hook(lambda *_: forwards.append(1))
-    in_flight, backward = [], engine.stage.backward
+    in_flight, backward = [], engine.stages[engine.mesh.pp.rank].backward
 
     def counted(*arguments: Any) -> torch.Tensor | None:
-        in_flight.append(len(engine.stage._in_flight))
+        in_flight.append(len(engine.stages[engine.mesh.pp.rank]._in_flight))
         return backward(*arguments)
 
-    engine.stage.backward = counted  # type: ignore[method-assign]
+    engine.stages[engine.mesh.pp.rank].backward = counted  # type: ignore[method-assign]
     engine.eval_step(share(BATCHES[1], engine))  # it has a schedule of its own
     forwards.clear()
     engine.train_step(share(BATCHES[0], engine))
@@ -148,7 +148,7 @@ class GivenLosses(torch.nn.Module):
 def given_losses(batch: Batch) -> tuple[float, int, float]:
     """(loss, tokens, this rank's gradient) over one-sample microbatches."""
     engine = engine_on(train=dataclasses.replace(FLOAT64, micro_batch=1))
-    module = engine.stage.module = GivenLosses(SMALL.vocab)
+    module = engine.stages[engine.mesh.pp.rank].module = GivenLosses(SMALL.vocab)
     loss, tokens = engine.forward_backward(share(batch, engine))
     engine.mesh.close()
     assert module.weight.grad is not None
@@ -288,13 +288,13 @@ def held_out_loss(engine: Engine, batch: Batch) -> float:
 def uneven(batches: Sequence[Batch]) -> dict[str, Any]:
     """Train on 8 samples in microbatches of 3, evaluate 5 in two, train again; also evaluate between a pass and its step."""
     engine = engine_on(train=dataclasses.replace(FLOAT64, micro_batch=3), pp=2)
-    sizes, forward = [], engine.stage.forward
+    sizes, forward = [], engine.stages[engine.mesh.pp.rank].forward
 
     def counted(number: int, ids: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
         sizes.append(ids.shape[0])
         return forward(number, ids, *rest, **options)
 
-    engine.stage.forward = counted  # type: ignore[method-assign]
+    engine.stages[engine.mesh.pp.rank].forward = counted  # type: ignore[method-assign]
     losses = [engine.train_step(batches[0]).loss, held_out_loss(engine, batches[1])]
     loss, _ = engine.forward_backward(batches[2])
     losses += [loss, held_out_loss(engine, batches[1])]
@@ -340,8 +340,10 @@ def dies_in_a_step(batches: Sequence[Batch]) -> tuple[str, float] | None:
     engine = engine_on(pp=2, dp=2)
     engine.train_step(share(batches[0], engine))
     if engine.mesh.rank == 3:
-        forward = engine.stage.forward
-        engine.stage.forward = lambda number, *rest, **options: os._exit(7) if number else forward(number, *rest, **options)  # type: ignore[method-assign]
+        forward = engine.stages[engine.mesh.pp.rank].forward
+        engine.stages[engine.mesh.pp.rank].forward = lambda number, *rest, **options: (
+            os._exit(7) if number else forward(number, *rest, **options)
+        )  # type: ignore[method-assign]
     began = time.monotonic()
     try:
         engine.train_step(share(batches[1], engine))

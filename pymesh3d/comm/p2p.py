@@ -22,21 +22,24 @@ Pairs = Sequence[Sequence[int]]
 
 
 class Links:
-    """The links of one rank of a pipeline: to the stage before and to the stage after, None at the ends.
+    """The links of one rank of a pipeline: to the rank before and to the rank after, None at the ends.
 
     They run over torch.distributed, or with PYMESH3D_P2P=nccl over our NCCL bindings, where those are built and torch has the same
     NCCL. Raises ConfigError where the environment asks for what is not here.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, *, ring: bool = False) -> None:
+        """`ring`: the last rank is joined with the first one too, for ranks that hold several stages."""
         self.before: Link | None = None
         self.after: Link | None = None
-        pairs = [mesh.along("pp")[:, stage : stage + 2].tolist() for stage in range(mesh.pp.size - 1)]
-        links = open_links(mesh, pairs, transport(mesh.device)) if pairs else []
-        for stage, link in enumerate(links):
-            if mesh.pp.rank == stage:
+        size = mesh.pp.size
+        joined = [[rank, (rank + 1) % size] for rank in range(size if ring and size > 1 else size - 1)]
+        lines = mesh.along("pp")
+        links = open_links(mesh, [lines[:, pair].tolist() for pair in joined], transport(mesh.device)) if joined else []
+        for (before, after), link in zip(joined, links, strict=True):
+            if mesh.pp.rank == before:
                 self.after = link
-            elif mesh.pp.rank == stage + 1:
+            elif mesh.pp.rank == after:
                 self.before = link
 
     def flush(self) -> None:

@@ -29,13 +29,19 @@ class Row:
     def model(self) -> ModelConfig:
         """A small model whose vocabulary no tp divides, whose layers no pp > 1 divides, with as many heads as tp = 8 needs."""
         heads = max(8, self.tp)
+        layers = self.pp * self.virtual_pp + 1
         kv_heads = max(self.tp // 2, 1) if self.few_kv else heads
-        return ModelConfig(vocab=250, dim=8 * heads, layers=self.pp + 1, heads=heads, kv_heads=kv_heads, ffn=12 * heads, tied=self.tied)
+        return ModelConfig(vocab=250, dim=8 * heads, layers=layers, heads=heads, kv_heads=kv_heads, ffn=12 * heads, tied=self.tied)
 
     @property
     def layout(self) -> Layout:
         """The mesh."""
         return Layout(tp=self.tp, pp=self.pp, dp=self.dp)
+
+    @property
+    def virtual_pp(self) -> int:
+        """Stages a rank."""
+        return 2 if self.schedule == "interleaved" else 1
 
     def train(self, dtype: str) -> TrainConfig:
         """At least two sequences a dp rank, in microbatches that need not divide them: 3 a step, or about 2 more than stages.
@@ -49,6 +55,7 @@ class Row:
             global_batch=batch,
             micro_batch=math.ceil(batch / self.dp / (3 if self.pp == 1 else self.pp + 2)),
             schedule=self.schedule,
+            virtual_pp=self.virtual_pp,
             zero_stage=self.zero_stage,
             sequence_parallel=self.sequence_parallel,
             recompute=self.recompute,

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from pymesh3d.comm.collectives import gather_rows
 from pymesh3d.config import ModelConfig, TrainConfig
-from pymesh3d.engine import Engine, stage_layers
+from pymesh3d.engine import Engine, held_layers
 from pymesh3d.mesh import Mesh
 from pymesh3d.placement import placement_of
 from pymesh3d.planner.model import parameters
@@ -61,9 +61,9 @@ class Progress:
         table = Table(title="stages", title_justify="left")
         for name in ("stage", "ranks", "modules", "parameters of a rank"):
             table.add_column(name, justify="right" if name.startswith("param") else "left")
-        for stage, layers in enumerate(stage_layers(model.config, mesh.pp.size)):
+        for stage, parts in enumerate(held_layers(model.config, mesh.pp.size, engine.config.virtual_pp)):
             ranks = mesh.ranks[stage].reshape(-1).tolist()
-            names = [f"layers {layers.start}-{layers.stop - 1}" if len(layers) > 1 else f"layer {layers.start}"]
+            names = [f"layers {layers.start}-{layers.stop - 1}" if len(layers) > 1 else f"layer {layers.start}" for layers in parts]
             names = ["embed"] * (stage == 0) + names + ["norm", "head"] * (stage == mesh.pp.size - 1)
             shown = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
             table.add_row(str(stage), shown, ", ".join(names), f"{int(held[ranks[0]]):,}")

@@ -117,19 +117,22 @@ class Llama(nn.Module):
         if config.tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, ids: torch.Tensor, h: torch.Tensor | None = None) -> torch.Tensor:
-        """Token ids [B, S] -> logits [B, S, V]. A later stage also gets h [T, D]; one without the head returns h."""
+    def forward(self, ids: torch.Tensor, h: torch.Tensor | None = None, layers: range | None = None) -> torch.Tensor:
+        """Token ids [B, S] -> logits [B, S, V]. A later stage also gets h [T, D]; one before the last layer returns h.
+
+        `layers`: those of one stage where several stand here; by default all that are here.
+        """
         batch, seq = ids.shape
-        if self.embed is not None:
+        if h is None:
+            assert self.embed is not None, "a stage without the embedding needs the hidden states of the one before"
             h = self.embed(ids.t().reshape(-1))
-        assert h is not None, "a stage without the embedding needs the hidden states of the one before"
         rope = rotary(seq, self.config.head_dim, self.config.rope_theta, h)
-        for layer in self.layers.values():
+        for layer in self.layers.values() if layers is None else [self.layers[str(number)] for number in layers]:
             if self.recompute == "full" and torch.is_grad_enabled():
                 h = checkpoint(layer, h, batch, rope, use_reentrant=False, preserve_rng_state=False)
             else:
                 h = layer(h, batch, rope)
-        if self.norm is None or self.head is None:
+        if self.norm is None or self.head is None or (layers is not None and layers.stop < self.config.layers):
             return h
         logits: torch.Tensor = self.head(self.norm(h))
         return logits.view(seq, batch, -1).transpose(0, 1)

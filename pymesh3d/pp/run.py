@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -23,17 +23,19 @@ class Microbatch:
     hidden: Expected
 
 
-def run(actions: Sequence[Action], stage: Stage, links: Links, microbatches: Sequence[Microbatch], *, train: bool = True) -> torch.Tensor:
-    """Carry out one rank's actions. Returns the sum of its losses, float64 [] (0 where this is not the last stage)."""
+def run(
+    actions: Sequence[Action], stages: Mapping[int, Stage], links: Links, microbatches: Sequence[Microbatch], *, train: bool = True
+) -> torch.Tensor:
+    """Carry out one rank's actions on the stages that it holds. Returns the sum of its losses, float64 [] (0 without the last stage)."""
     device = microbatches[0].ids.device
     loss = torch.zeros((), dtype=torch.float64, device=device)
-    made: dict[str, torch.Tensor | None] = {}  # by F and B, until it is sent
+    made: dict[tuple[str, int, int], torch.Tensor | None] = {}  # by F and B, until it is sent
     links_of = {"RF": links.before, "SB": links.before, "SF": links.after, "RB": links.after}
     todo = collections.deque(actions)
     try:
         while todo:
             action = todo.popleft()
-            number = action.microbatch
+            number, stage = action.microbatch, stages[action.stage]
             batch = microbatches[number]
             match action.kind:
                 case "F":
@@ -42,14 +44,14 @@ def run(actions: Sequence[Action], stage: Stage, links: Links, microbatches: Seq
                     if stage.last:
                         loss += output
                     else:
-                        made[f"SF{number}"] = output
+                        made["SF", number, action.stage] = output
                 case "B":
                     grad = None if stage.last else _open(links.after).take()
-                    made[f"SB{number}"] = stage.backward(number, grad)
+                    made["SB", number, action.stage] = stage.backward(number, grad)
                 case "RF" | "RB":
                     _open(links_of[action.kind]).post(batch.hidden)
                 case "SF" | "SB":
-                    link, tensor = _open(links_of[action.kind]), made.pop(f"{action.kind}{number}")
+                    link, tensor = _open(links_of[action.kind]), made.pop((action.kind, number, action.stage))
                     assert tensor is not None, "the schedule sends a gradient that the stage does not have"
                     if todo and links_of.get(todo[0].kind) is link and todo[0].kind in RECEIVES:  # both ways in one transfer
                         link.send(tensor, number, microbatches[todo.popleft().microbatch].hidden)
@@ -59,7 +61,8 @@ def run(actions: Sequence[Action], stage: Stage, links: Links, microbatches: Seq
                     raise AssertionError(f"no rule to run {action}")
         links.flush()
     finally:
-        stage.forget()
+        for stage in stages.values():
+            stage.forget()
     return loss
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+Module = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def keep_layers(model: nn.Module, layers: range, *, first: bool, last: bool) -> None:
+def keep_layers(model: nn.Module, layers: Container[int], *, first: bool, last: bool) -> None:
     """Remove from the model what other stages run: layers outside `layers`, and `embed`, `norm`, `head` unless at that end.
 
     The model holds `layers` as an nn.ModuleDict keyed by number, so what stays keeps its full name.
@@ -34,7 +35,7 @@ class Stage:
     is already divided by what the whole global batch is divided by.
     """
 
-    def __init__(self, module: nn.Module, *, first: bool, last: bool, loss: Loss) -> None:
+    def __init__(self, module: Module, *, first: bool, last: bool, loss: Loss) -> None:
         self.module, self.first, self.last, self._loss = module, first, last, loss
         self._in_flight: dict[int, tuple[torch.Tensor | None, torch.Tensor | GradientEdge]] = {}
 
@@ -43,7 +44,7 @@ class Stage:
         if train and h is not None:
             h.requires_grad_()
         with torch.set_grad_enabled(train):
-            output: torch.Tensor = self.module(ids, h)
+            output = self.module(ids, h)
             if self.last:
                 output = self._loss(output, targets)
         if train:  # the graph's end is enough for backward: the output itself may go once it has been sent

@@ -12,7 +12,7 @@ import torch
 
 from pymesh3d.comm.links import Expected
 from pymesh3d.comm.p2p import Links
-from pymesh3d.config import TrainConfig
+from pymesh3d.config import SCHEDULES, TrainConfig
 from pymesh3d.engine import parallelize
 from pymesh3d.mesh import init_mesh
 from pymesh3d.models.llama import Llama
@@ -23,43 +23,45 @@ from pymesh3d.schedule.schedules import build
 from tests.plain import FLOAT64, SMALL, Batch, Run, assert_equal_runs, assert_near, batch_of, on_mesh, plain, share
 
 Ranks = Callable[..., list[Any]]
-SCHEDULES = ("gpipe", "1f1b")
 MASKED = [batch_of(8, 8, valid=37, seed=1), batch_of(8, 8, valid=20, seed=2)]
+DEEP = dataclasses.replace(SMALL, layers=8)  # enough for two stages on each of 4 ranks
+
+
+def scheduled(schedule: str, **changes: Any) -> TrainConfig:
+    return dataclasses.replace(FLOAT64, schedule=schedule, virtual_pp=2 if schedule == "interleaved" else 1, **changes)
 
 
 def trains(configs: Sequence[tuple[TrainConfig, Sequence[Batch]]], sizes: dict[str, int]) -> list[Run]:
-    return [on_mesh(SMALL, train, batches, sizes) for train, batches in configs]
+    return [on_mesh(DEEP, train, batches, sizes) for train, batches in configs]
 
 
 def assert_all_equal(found: list[list[Run]], configs: Sequence[tuple[TrainConfig, Sequence[Batch]]]) -> None:
     for number, (train, batches) in enumerate(configs):
-        assert_equal_runs([runs[number] for runs in found], plain(SMALL, train, batches))
+        assert_equal_runs([runs[number] for runs in found], plain(DEEP, train, batches))
 
 
 @pytest.mark.parametrize("pp", [2, 4])
 def test_gradients_do_not_depend_on_the_pipeline(ranks: Ranks, pp: int) -> None:
     """4 microbatches, 37 valid tokens unevenly over them: the mean is over all of them, not per microbatch or stage."""
-    configs = [(dataclasses.replace(FLOAT64, schedule=schedule), MASKED) for schedule in SCHEDULES]
+    configs = [(scheduled(schedule), MASKED) for schedule in SCHEDULES]
     assert_all_equal(ranks(pp, trains, configs, {"pp": pp}), configs)
 
 
 def test_pipelines_with_data_and_tensor_parallelism(ranks: Ranks) -> None:
-    train = dataclasses.replace(FLOAT64, sequence_parallel=True)
+    configs = [(scheduled(schedule, sequence_parallel=True), MASKED) for schedule in ("1f1b", "interleaved")]
     for sizes in ({"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}):
-        assert_all_equal(ranks(4, trains, [(train, MASKED)], sizes), [(train, MASKED)])
+        assert_all_equal(ranks(4, trains, configs, sizes), configs)
 
 
 def test_few_microbatches(ranks: Ranks) -> None:
     """1, 2 and 3 microbatches on 4 stages."""
-    configs = [
-        (dataclasses.replace(FLOAT64, schedule=schedule, micro_batch=size), MASKED[:1]) for schedule in SCHEDULES for size in (8, 4, 3)
-    ]
+    configs = [(scheduled(schedule, micro_batch=size), MASKED[:1]) for schedule in SCHEDULES for size in (8, 4, 3)]
     assert_all_equal(ranks(4, trains, configs, {"pp": 4}), configs)
 
 
 def test_lengths_that_change_between_steps(ranks: Ranks) -> None:
     lengths = [batch_of(8, 8, seed=1), batch_of(8, 12, seed=2), batch_of(3, 6, seed=3), batch_of(8, 8, seed=4)]
-    configs = [(dataclasses.replace(FLOAT64, schedule=schedule), lengths) for schedule in SCHEDULES]
+    configs = [(scheduled(schedule), lengths) for schedule in SCHEDULES]
     assert_all_equal(ranks(2, trains, configs, {"pp": 2}), configs)
 
 
@@ -96,7 +98,7 @@ def test_gradients_of_passes_before_a_step_add_up(ranks: Ranks) -> None:
 def tied_copies(zero_stage: int, batches: Sequence[Batch]) -> tuple[list[torch.Tensor], list[bool]]:
     """The tied weight as this rank holds it, before any step and after each; whether a step was taken when its copy was spoiled."""
     train = dataclasses.replace(FLOAT64, zero_stage=zero_stage, lr=0.1, eps=1e-4)
-    model = Llama(dataclasses.replace(SMALL, tied=True), device="meta")
+    model = Llama(dataclasses.replace(DEEP, tied=True), device="meta")
     engine = parallelize(model, init_mesh(pp=2, dp=2, device="cpu"), train)
     held = engine.model.embed if engine.model.embed is not None else engine.model.head
     assert held is not None
@@ -135,25 +137,28 @@ class Unit(torch.nn.Module):
         return self.w * (torch.ones(ids.shape, dtype=torch.float64) if h is None else h)
 
 
-def unit_gradients(schedule: str) -> tuple[float, list[float]]:
-    """4 microbatches, twice, before any optimizer: (gradient, losses)."""
+def unit_gradients(schedule: str, virtual: int) -> tuple[list[float], list[float]]:
+    """4 microbatches, twice, before any optimizer: (gradients of this rank's stages, losses)."""
     mesh = init_mesh(pp=2, device="cpu")
-    module = Unit()
-    stage = Stage(module, first=mesh.pp.rank == 0, last=mesh.pp.rank == 1, loss=lambda output, _: output.mean() / 4)
-    links = Links(mesh)
+    last = 2 * virtual - 1
+    modules = {number: Unit() for number in range(mesh.pp.rank, last + 1, 2)}
+    stages = {
+        number: Stage(module, first=number == 0, last=number == last, loss=lambda output, _: output.mean() / 4)
+        for number, module in modules.items()
+    }
+    links = Links(mesh, ring=virtual > 1)
     microbatches = [Microbatch(torch.zeros(2, 4), torch.zeros(2, 4), Expected((2, 4), torch.float64, n)) for n in range(4)]
-    actions = build(schedule, 2, 4).ranks[mesh.pp.rank]
-    losses = [run(actions, stage, links, microbatches).item() for _ in range(2)]
+    actions = build(schedule, 2, 4, virtual).ranks[mesh.pp.rank]
+    losses = [run(actions, stages, links, microbatches).item() for _ in range(2)]
     for link in (links.before, links.after):
         assert link is None or not link._sent, "a step ends when all that it sent has left"  # type: ignore[attr-defined]
     mesh.close()
-    assert module.w.grad is not None
-    return module.w.grad.item(), losses
+    return [module.w.grad.item() for module in modules.values() if module.w.grad is not None], losses
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_unit_gradients_add_up_to_two(ranks: Ranks, schedule: str) -> None:
-    assert ranks(2, unit_gradients, schedule) == [(2.0, [0.0, 0.0]), (2.0, [1.0, 1.0])]
+@pytest.mark.parametrize(("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 2), ("interleaved", 3)])
+def test_unit_gradients_add_up_to_two(ranks: Ranks, schedule: str, virtual: int) -> None:
+    assert ranks(2, unit_gradients, schedule, virtual) == [([2.0] * virtual, [0.0, 0.0]), ([2.0] * virtual, [1.0, 1.0])]
 
 
 def test_an_action_without_a_rule_is_refused_and_nothing_is_kept() -> None:
@@ -162,6 +167,6 @@ def test_an_action_without_a_rule_is_refused_and_nothing_is_kept() -> None:
     links = Links.__new__(Links)
     links.before = links.after = None
     with pytest.raises(AssertionError, match="no rule to run W0"):
-        run([Action("F", 0, 0), Action("W", 0, 0)], stage, links, [microbatch])
+        run([Action("F", 0, 0), Action("W", 0, 0)], {0: stage}, links, [microbatch])
     with pytest.raises(KeyError):
         stage.backward(0, None)
