@@ -12,7 +12,16 @@ Link::Link(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, con
     : gpu_(std::move(gpu)), communicator_(gpu_, std::move(nccl), id, rank, options), stream_(gpu_->create_stream()) {
   try {
     communicator_.connect(rank == 0 ? scratch : Piece{}, rank == 0 ? Piece{} : scratch, stream_);
+    unused_.push_back(gpu_->create_event());
+    gpu_->record(unused_.back(), stream_);
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(options.timeout);
+    while (!gpu_->finished(unused_.back())) {
+      if (std::chrono::steady_clock::now() > deadline)
+        throw NcclError("the first transfer of rank " + std::to_string(rank) + " took longer than " + std::to_string(options.timeout) + " s");
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
   } catch (...) {
+    for (const Event event : unused_) gpu_->destroy_event(event);
     gpu_->destroy_stream(stream_);
     throw;
   }

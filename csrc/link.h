@@ -18,7 +18,7 @@ namespace pymesh3d {
 // stay as it is until the transfer has finished; whoever calls keeps it alive.
 class Link {
  public:
-  // `scratch`: a byte of device memory, to connect with. The link uses it until the first transfer.
+  // `scratch`: a byte of device memory, to connect with. It is free again afterwards.
   Link(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, const UniqueId& id, int rank, Piece scratch, const NcclOptions& options);
   ~Link();
   Link(const Link&) = delete;

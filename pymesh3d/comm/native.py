@@ -56,7 +56,4 @@ def libraries(cuda: str = "libcuda.so.1", nccl: str = "libnccl.so.2") -> tuple[G
 def link(gpu: Gpu, nccl: Nccl, unique: bytes, rank: int, device: torch.device, *, timeout: float, ctas: int = 0) -> Link:
     """End 0 or 1 of a link. Waits for the other end. Raises RuntimeError with NCCL's words."""
     scratch = torch.zeros(1, dtype=torch.uint8, device=device)
-    made = _C.Link(gpu, nccl, unique, rank, scratch.data_ptr(), min_ctas=ctas, max_ctas=ctas, timeout=timeout)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # it has connected with `scratch`, which goes now
-    return made
+    return _C.Link(gpu, nccl, unique, rank, scratch.data_ptr(), min_ctas=ctas, max_ctas=ctas, timeout=timeout)
