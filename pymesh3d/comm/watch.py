@@ -38,7 +38,7 @@ def wait_until(done: Callable[[], bool], watched: Iterable[Watched], seconds: fl
             for one in watched:
                 one.check()
             if now > deadline:
-                raise RuntimeError(f"the GPU has not finished within {seconds:g} s")
+                raise RuntimeError(f"the GPU has not finished within {seconds:g} s, the timeout of the mesh")
     except RuntimeError:
         for one in watched:
             one.abort(ABORT)
