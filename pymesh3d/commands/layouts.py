@@ -47,7 +47,7 @@ class Row:
         """At least two sequences a dp rank, in microbatches that need not divide them: 3 a step, or about 2 more than stages.
 
         The learning rate is small because AdamW divides by |gradient| + 1e-8: where a gradient is nearly 0, its rounding error
-        is magnified by up to 1e8 x lr (parameters differ by 2e-12 at lr 1e-3, on any layout, though gradients agree to 2e-15).
+        is magnified by up to 1e8 x lr (parameters of one layout differ by 1e-12 at lr 1e-4, though its gradients agree to 2e-15).
         """
         batch = max(16, 2 * self.dp)
         return TrainConfig(
@@ -61,7 +61,7 @@ class Row:
             recompute=self.recompute,
             vocab_multiple=1,
             dtype=dtype,
-            lr=1e-4,
+            lr=1e-5,
             max_norm=1.0,
         )
 
