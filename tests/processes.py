@@ -1,8 +1,9 @@
-"""Waiting for processes of other tests' making to do something, or to end."""
+"""Waiting for processes of other tests' making, and seeing whether other threads run meanwhile."""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,3 +26,22 @@ def gone(pid: int) -> bool:
         return Path("/proc/self").exists() and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (ProcessLookupError, FileNotFoundError):
         return True
+
+
+def ticks_while(call: Callable[[], object], *, seconds: float) -> int:
+    """How often another thread of this process runs while `call` does, which must take at least so long."""
+    done, ticks = threading.Event(), []
+
+    def tick() -> None:
+        while not done.wait(0.01):
+            ticks.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    began = time.monotonic()
+    call()
+    ended = time.monotonic()
+    done.set()
+    thread.join(10)
+    assert ended - began > seconds, "the call did not take its time"
+    return sum(began + 0.1 < moment < ended - 0.1 for moment in ticks)

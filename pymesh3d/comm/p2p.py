@@ -57,8 +57,7 @@ def transport(device: torch.device) -> str:
     forced = os.environ.get(VARIABLE, "")
     if forced and forced not in TRANSPORTS:
         raise ConfigError(f"{VARIABLE}={forced}", "no such transport", f"Use {' or '.join(TRANSPORTS)}, or leave it unset")
-    missing = "it needs GPUs" if device.type != "cuda" else native.no_nccl()
-    if forced == "nccl" and missing:
+    if forced == "nccl" and (missing := "it needs GPUs" if device.type != "cuda" else native.no_nccl()):
         raise ConfigError(f"{VARIABLE}=nccl", missing, f"Use {VARIABLE}=torch, or leave it unset")
     return forced or "torch"
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +17,7 @@ from pymesh3d.comm.links import Expected, NcclLink
 from pymesh3d.errors import DistributedError
 from pymesh3d.mesh import Axis, exchange_text
 from tests import stub
-from tests.processes import until
+from tests.processes import ticks_while, until
 from tests.test_native import COMPILER, needs_compiler, needs_core
 
 pytestmark = [needs_core, needs_compiler]
@@ -219,25 +217,6 @@ def test_errors_keep_the_words_of_the_libraries(ranks: Ranks, library: str) -> N
     assert received == [9.0]
 
 
-def ticks_while(call: Callable[[], object]) -> int:
-    """How often another thread runs while `call` does, if that takes as long as it should."""
-    done, ticks = threading.Event(), []
-
-    def tick() -> None:
-        while not done.wait(0.01):
-            ticks.append(time.monotonic())
-
-    thread = threading.Thread(target=tick)
-    thread.start()
-    began = time.monotonic()
-    call()
-    ended = time.monotonic()
-    done.set()
-    thread.join(10)
-    assert ended - began > 0.9 * HANGS, "the call did not hang"
-    return sum(began + 0.1 < moment < ended - 0.1 for moment in ticks)
-
-
 def calls_that_hang(library: str) -> dict[str, int]:
     """How often another thread of rank 0 ran while calls of it hung, by their names."""
     end = End(library)
@@ -247,7 +226,7 @@ def calls_that_hang(library: str) -> dict[str, int]:
     def hang(function: str, name: str, call: Callable[[], object]) -> None:
         if end.rank == 0:
             end.stub.stub_hang(function.encode(), int(1000 * HANGS))
-            ticks[name] = ticks_while(call)
+            ticks[name] = ticks_while(call, seconds=0.9 * HANGS)
         else:
             call()
 
