@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 
-import rich
 import torch
 import torch.nn.functional as F
 
@@ -58,9 +56,7 @@ def main(json_file: str | None = None) -> int:
     """Measures on the GPU where there is one, else on the CPU with small sizes; prints the table and writes `json_file`."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = [measure(device, elements, dtype) for dtype in (torch.bfloat16, torch.float32) for elements in SIZES[device]]
-    rich.print(report.table(rows, COLUMNS, f"Dropout of {P} on {device}"))
-    if json_file is not None:
-        report.write("dropout", rows, Path(json_file))
+    report.publish("dropout", rows, COLUMNS, f"Dropout of {P} on {device}", json_file)
     return 0
 
 

@@ -12,9 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-import rich
 import torch
 import torch.distributed as dist
 
@@ -131,9 +129,7 @@ def run_ranks(json_file: str | None) -> int:
     mesh = init_mesh(pp=-1, dp=1)
     rows = measure(mesh)
     if mesh.rank == 0:
-        rich.print(report.table(rows, COLUMNS, f"Sends and receives between {mesh.layout.world} ranks on {mesh.device.type}"))
-        if json_file:
-            report.write("p2p", rows, Path(json_file))
+        report.publish("p2p", rows, COLUMNS, f"Sends and receives between {mesh.layout.world} ranks on {mesh.device.type}", json_file)
     mesh.close()
     return 0
 

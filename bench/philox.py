@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 
-import rich
 import torch
 
 from ..triton_kernels import philox_fill_
@@ -53,9 +51,7 @@ def main(json_file: str | None = None) -> int:
     """Measures on the GPU where there is one, else on the CPU with small sizes; prints the table and writes `json_file`."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = [measure(device, elements) for elements in SIZES[device]]
-    rich.print(report.table(rows, COLUMNS, f"Filling a tensor with normal numbers on {device}"))
-    if json_file is not None:
-        report.write("philox", rows, Path(json_file))
+    report.publish("philox", rows, COLUMNS, f"Filling a tensor with normal numbers on {device}", json_file)
     return 0
 
 

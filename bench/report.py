@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import rich
 import torch
 from rich.table import Table
 
@@ -78,6 +79,13 @@ def write(name: str, rows: Sequence[Row], path: Path, **details: Any) -> None:
     """Writes the record of benchmark `name`, and `details` that belong to it, as JSON; missing folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record(name, rows, **details), indent=2) + "\n", encoding="utf-8")
+
+
+def publish(name: str, rows: Sequence[Row], columns: Mapping[str, tuple[str, str]], title: str, json_file: str | None) -> None:
+    """Print the rows of benchmark `name` as a table, and write its record where a file is named."""
+    rich.print(table(rows, columns, title))
+    if json_file is not None:
+        write(name, rows, Path(json_file))
 
 
 def table(rows: Sequence[Row], columns: Mapping[str, tuple[str, str]], title: str) -> Table:
