@@ -139,7 +139,7 @@ class Engine:
     def __init__(self, model: Llama, mesh: Mesh, config: TrainConfig, zero: Zero) -> None:
         self.model, self.mesh, self.config, self.zero = model, mesh, config, zero
         self.links = Links(mesh, ring=config.virtual_pp > 1)
-        self._schedules: dict[tuple[str, int], tuple[Action, ...]] = {}
+        self._schedules: dict[tuple[str, int, bool], list[tuple[Action, ...]]] = {}
         self._divisor = torch.ones((), dtype=torch.int64, device=mesh.device)
         held = held_layers(model.config, mesh.pp.size, config.virtual_pp)[mesh.pp.rank]
         last = mesh.pp.size * config.virtual_pp - 1
@@ -165,7 +165,7 @@ class Engine:
         Called several times before `optimizer_step`, the gradients add up.
         """
         microbatches = self._prepare(batch)
-        loss = run(self._actions(self.config.schedule, len(microbatches)), self.stages, self.links, microbatches)
+        loss = run(self._steps(self.config.schedule, len(microbatches)), self.stages, self.links, microbatches)
         return self._agree_on_loss(loss, microbatches)
 
     def optimizer_step(self) -> tuple[float, bool]:
@@ -176,8 +176,8 @@ class Engine:
         """The mean loss over the valid tokens of a global batch, without gradients; the same on every rank."""
         microbatches = self._prepare(batch)
         schedule = "gpipe" if self.config.virtual_pp == 1 else self.config.schedule
-        actions = [action for action in self._actions(schedule, len(microbatches)) if action.kind in ("F", "SF", "RF")]
-        return self._agree_on_loss(run(actions, self.stages, self.links, microbatches, train=False), microbatches)[0]
+        steps = self._steps(schedule, len(microbatches), forward_only=True)
+        return self._agree_on_loss(run(steps, self.stages, self.links, microbatches, train=False), microbatches)[0]
 
     def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter of this stage, unsharded, by its full name. All ranks of the stage must iterate to the end.
@@ -211,12 +211,12 @@ class Engine:
         """Go on from what `state` gave. All ranks must call."""
         self.zero.load_state(tensors)
 
-    def _actions(self, schedule: str, microbatches: int) -> tuple[Action, ...]:
+    def _steps(self, schedule: str, microbatches: int, *, forward_only: bool = False) -> list[tuple[Action, ...]]:
         """What this rank does in a step of so many microbatches."""
-        key = (schedule, microbatches)
+        key = (schedule, microbatches, forward_only)
         if key not in self._schedules:
             built = build(schedule, self.mesh.pp.size, microbatches, self.config.virtual_pp)
-            self._schedules[key] = built.ranks[self.mesh.pp.rank]
+            self._schedules[key] = (built.forwards if forward_only else built).steps(self.mesh.pp.rank)
         return self._schedules[key]
 
     def _prepare(self, batch: tuple[torch.Tensor, torch.Tensor]) -> list[Microbatch]:

@@ -38,7 +38,7 @@ class Link(Protocol):
     """What joins a rank with the one before or after it in the pipeline."""
 
     def send(self, tensor: torch.Tensor, microbatch: int, then: Expected | None = None) -> None:
-        """Start sending, and get ready for what comes next, if anything.
+        """Start sending and, in the same transfer, get ready to receive `then`.
 
         The tensor itself is kept, not a copy, until it has left: drop it freely, but do not write into it.
         """
@@ -109,8 +109,8 @@ def _start(operation: Callable[..., Any], tensor: torch.Tensor, line: Axis) -> d
 class NcclLink:
     """A link over a communicator of our own, on a stream of its own: one C++ call and one kernel a transfer, and the host never waits.
 
-    A send and the receive behind it are one transfer. Both ends must therefore make their transfers in the same order, as the schedules
-    see to. `stream` gives the stream that computes. A sent tensor is kept until its transfer has finished.
+    Both ends must make their transfers in the same order, as the schedules see to. `stream` gives the stream that computes. A sent tensor
+    is kept until its transfer has finished.
     """
 
     def __init__(

@@ -23,6 +23,7 @@ from pymesh3d.models.llama import Llama, initialize_
 
 STEPS = 3
 SEED = 20
+TELL = 30.0  # seconds between two lines that say how far it is, where no terminal shows it
 # The largest difference from float64 that passes, by the measure of `difference`. In float64 it is rounding alone. In bf16 on GPUs
 # (8 bits) it is what one GPU has too: see bench/results for how far single GPUs and layouts are.
 BOUNDS = {
@@ -191,14 +192,18 @@ def run(world: int, *, all_rows: bool, device: str, json_file: str | None) -> in
         return one_process(model, train, DTYPES[dtype], mesh.device)
 
     outcomes = []
-    began = time.monotonic()
+    began = told = time.monotonic()
     with console.status(f"{len(rows)} layouts of {world} ranks, {dtype} on {device}") as status:
         for number, row in enumerate(rows, 1):
             train = row.train(dtype)
             plain = TrainConfig(seq=train.seq, global_batch=train.global_batch, lr=train.lr, seed=SEED)  # all that one process has
             outcomes.append(compare(row, reference(row.model, plain), dtype, device))
             gc.collect()  # an engine refers to itself; until it goes, so do its groups, each with threads and sockets
-            status.update(f"{number} of {len(rows)} layouts of {world} ranks done")
+            done = f"{number} of {len(rows)} layouts of {world} ranks done"
+            status.update(done)
+            if mesh.rank == 0 and not console.is_terminal and time.monotonic() - told >= TELL:
+                print(done, file=sys.stderr, flush=True)
+                told = time.monotonic()
     failed = [outcome for outcome in outcomes if not outcome.passed(dtype)]
     console.print(table(outcomes, dtype))
     seconds = time.monotonic() - began

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +10,7 @@ import torch
 from pymesh3d.comm.links import Expected, Link
 from pymesh3d.comm.p2p import Links
 from pymesh3d.pp.stage import Stage
-from pymesh3d.schedule.actions import RECEIVES, Action
+from pymesh3d.schedule.actions import RECEIVES, SENDS, Action
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,17 +23,15 @@ class Microbatch:
 
 
 def run(
-    actions: Sequence[Action], stages: Mapping[int, Stage], links: Links, microbatches: Sequence[Microbatch], *, train: bool = True
+    steps: Sequence[Sequence[Action]], stages: Mapping[int, Stage], links: Links, microbatches: Sequence[Microbatch], *, train: bool = True
 ) -> torch.Tensor:
-    """Carry out one rank's actions on the stages that it holds. Returns the sum of its losses, float64 [] (0 without the last stage)."""
+    """Carry out one rank's steps on the stages that it holds. Returns the sum of its losses, float64 [] (0 without the last stage)."""
     device = microbatches[0].ids.device
     loss = torch.zeros((), dtype=torch.float64, device=device)
-    made: dict[tuple[str, int, int], torch.Tensor | None] = {}  # by F and B, until it is sent
+    made: dict[Action, torch.Tensor | None] = {}  # by F and B, until it is sent
     links_of = {"RF": links.before, "SB": links.before, "SF": links.after, "RB": links.after}
-    todo = collections.deque(actions)
     try:
-        while todo:
-            action = todo.popleft()
+        for action, *others in steps:
             number, stage = action.microbatch, stages[action.stage]
             batch = microbatches[number]
             match action.kind:
@@ -44,19 +41,12 @@ def run(
                     if stage.last:
                         loss += output
                     else:
-                        made["SF", number, action.stage] = output
+                        made[Action("SF", number, action.stage)] = output
                 case "B":
                     grad = None if stage.last else _open(links.after).take()
-                    made["SB", number, action.stage] = stage.backward(number, grad)
-                case "RF" | "RB":
-                    _open(links_of[action.kind]).post(batch.hidden)
-                case "SF" | "SB":
-                    link, tensor = _open(links_of[action.kind]), made.pop((action.kind, number, action.stage))
-                    assert tensor is not None, "the schedule sends a gradient that the stage does not have"
-                    if todo and links_of.get(todo[0].kind) is link and todo[0].kind in RECEIVES:  # both ways in one transfer
-                        link.send(tensor, number, microbatches[todo.popleft().microbatch].hidden)
-                    else:
-                        link.send(tensor, number)
+                    made[Action("SB", number, action.stage)] = stage.backward(number, grad)
+                case "RF" | "RB" | "SF" | "SB":
+                    _transfer(_open(links_of[action.kind]), (action, *others), made, microbatches)
                 case _:
                     raise AssertionError(f"no rule to run {action}")
         links.flush()
@@ -64,6 +54,21 @@ def run(
         for stage in stages.values():
             stage.forget()
     return loss
+
+
+def _transfer(
+    link: Link, messages: Sequence[Action], made: dict[Action, torch.Tensor | None], microbatches: Sequence[Microbatch]
+) -> None:
+    """Begin a send, a receive, or both at once."""
+    received = [microbatches[message.microbatch].hidden for message in messages if message.kind in RECEIVES]
+    sent = [message for message in messages if message.kind in SENDS]
+    if not sent:
+        link.post(*received)
+        return
+    (message,) = sent
+    tensor = made.pop(message)
+    assert tensor is not None, "the schedule sends a gradient that the stage does not have"
+    link.send(tensor, message.microbatch, *received)
 
 
 def _open(link: Link | None) -> Link:

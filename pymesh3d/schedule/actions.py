@@ -3,12 +3,12 @@
 What the actions mean (`simulate` follows this to the letter, `pymesh3d.pp.run` runs it on real processes):
 
 - `F` runs the forward of a microbatch, `B` its backward, `W` the weight part of a split backward (`B` is then its input part only).
-- `RF` and `RB` post a receive (activations from the previous stage, gradient from the next) and return at once.
-  The `F` or `B` that consumes the message waits for it.
-- `SF` and `SB` send what `F` or `B` has produced (activations to the next stage, gradient to the previous one).
-  Taken strictly, a send blocks and has no buffer: it returns when the receive has been posted and the message is across.
-  Real transports are kinder, so a schedule that runs under this rule deadlocks on none of them.
+- `RF` and `RB` begin to receive (activations from the previous stage, gradient from the next), `SF` and `SB` to send what `F` or `B` has
+  produced (activations to the next stage, gradient to the previous one). All return at once. A message needs both ends: there is no buffer.
+- The `F` or `B` that consumes a message waits for it. Taken strictly, as `check_links` does, it waits for all that its rank has begun to
+  send and receive. Real transports are kinder, so a schedule that runs under this rule deadlocks on none of them.
 - Ranks stand in a ring, joined by links; one carries all messages, both ways, between stages s and s + 1 where s is on its first rank.
+- A send and a receive on the same link that stand next to each other are one transfer.
 - On a link messages of one direction keep their order: sends on one end and receives on the other name them in the same order.
 - Neighbouring stages on the same rank hand over directly, without sends and receives.
 
@@ -98,9 +98,30 @@ class Schedule:
         """
         return self.rank_of(min(message.stage, message.peer_stage))
 
+    def steps(self, rank: int) -> list[tuple[Action, ...]]:
+        """What `rank` does one after the other: single forwards and backwards, and transfers, which may be a send and a receive at once."""
+        steps: list[tuple[Action, ...]] = []
+        for action in self.ranks[rank]:
+            if steps and len(steps[-1]) == 1 and self._are_one_transfer(steps[-1][0], action):
+                steps[-1] += (action,)
+            else:
+                steps.append((action,))
+        return steps
+
+    def _are_one_transfer(self, first: Action, second: Action) -> bool:
+        if first.kind in COMPUTE or second.kind in COMPUTE or self.link_of(first) != self.link_of(second):
+            return False
+        return (first.kind in SENDS) != (second.kind in SENDS)
+
     def text_of(self, action: Action, rank: int) -> str:
         """An action as it stands in the line of `rank`: the stage only where it is not plain from the rank."""
         return f"{action.kind}{action.microbatch}" if self.virtual == 1 and action.stage == rank else str(action)
+
+    @property
+    def forwards(self) -> Schedule:
+        """The same without backwards and what belongs to them."""
+        ranks = tuple(tuple(action for action in actions if action.kind in ("F", "SF", "RF")) for actions in self.ranks)
+        return dataclasses.replace(self, ranks=ranks)
 
     @property
     def heading(self) -> str:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import collections
 
-from pymesh3d.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Schedule, ScheduleError
-from pymesh3d.schedule.simulate import check, needs
+from pymesh3d.schedule.actions import COMPUTE, Action, Schedule, ScheduleError
+from pymesh3d.schedule.simulate import check, waits_for
 
 
 def check_links(schedule: Schedule) -> None:
     """Run `schedule` with links that make their transfers in order, as NCCL does. Raises ScheduleError with the place of the fault.
 
-    A rank enters a transfer at its end of the link and goes on at once; a send and a receive right behind it, on the same link, are one
+    A rank enters a transfer at its end of the link and goes on at once; a send and a receive next to each other, on the same link, are one
     transfer. A message crosses while what belongs to it is first in line at both ends. A transfer leaves the line when all of it is across.
+
+    A forward or backward first waits until all that its rank has entered is across. In a steady step it waits for its own message only. But
+    the host may at any time have to wait for all that the GPU has to do: when CUDA loads a kernel that is used for the first time, or gives
+    memory back. A kernel of NCCL's ends when its peer gets there, so two ranks that wait like that for each other would wait for ever.
     """
     check(schedule)
     run = _Run(schedule)
@@ -21,10 +25,10 @@ def check_links(schedule: Schedule) -> None:
     if blocked := run.blocked_link():
         problem = "rank {} and rank {} make the transfers of their link in different orders".format(*sorted(blocked))
         at = {rank: schedule.ranks[rank].index(action) for rank, action in blocked.items()}
-        raise ScheduleError(schedule, problem, at, {rank: run.waits(action) for rank, action in blocked.items()})
-    if missing := run.blocked_ranks():
-        at = {rank: run.position[rank] for rank in missing}
-        raise ScheduleError(schedule, "deadlock", at, {rank: run.waits(receive) for rank, receive in missing.items()})
+        raise ScheduleError(schedule, problem, at, {rank: waits_for(schedule, action) for rank, action in blocked.items()})
+    if blocked_ranks := run.blocked_ranks():
+        at = {rank: position for rank, (position, _) in blocked_ranks.items()}
+        raise ScheduleError(schedule, "deadlock", at, {rank: waits_for(schedule, action) for rank, (_, action) in blocked_ranks.items()})
 
 
 _Line = collections.deque[list[Action]]  # the transfers that one end of a link has entered: what of each is not across
@@ -35,30 +39,26 @@ class _Run:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.position = [0] * schedule.pp
+        self.steps = [schedule.steps(rank) for rank in range(schedule.pp)]
+        self.position = [0] * schedule.pp  # in the steps
         self.lines: dict[tuple[int, int], _Line] = collections.defaultdict(collections.deque)  # by link and rank
         self.across: set[Action] = set()
 
     def advance(self, rank: int) -> bool:
-        """Run `rank` until a forward or backward has to wait. False if it could do nothing."""
-        before, actions = self.position[rank], self.schedule.ranks[rank]
-        while self.position[rank] < len(actions):
-            position = self.position[rank]
-            action = actions[position]
-            if self.missing(action):
+        """Run `rank` until it has to wait. False if it could do nothing."""
+        before, steps = self.position[rank], self.steps[rank]
+        while self.position[rank] < len(steps):
+            step = steps[self.position[rank]]
+            if step[0].kind not in COMPUTE:
+                self.lines[self.schedule.link_of(step[0]), rank].append(list(step))
+            elif self.waiting(rank):
                 break
-            length = 1
-            if action.kind not in COMPUTE:
-                link, both = self.schedule.link_of(action), actions[position : position + 2]
-                if action.kind in SENDS and both[-1].kind in RECEIVES and self.schedule.link_of(both[-1]) == link:
-                    length = 2
-                self.lines[link, rank].append(list(both[:length]))
-            self.position[rank] += length
+            self.position[rank] += 1
         return self.position[rank] > before
 
-    def missing(self, action: Action) -> list[Action]:
-        """The receives whose message `action` waits for."""
-        return [need for need in needs(self.schedule, action) if need.kind in RECEIVES and need not in self.across]
+    def waiting(self, rank: int) -> list[Action]:
+        """What `rank` has entered and is not across."""
+        return [message for (_, end), line in self.lines.items() if end == rank for transfer in line for message in transfer]
 
     def ends(self, link: int) -> tuple[_Line, _Line]:
         """What stands in line at the two ends of `link`."""
@@ -85,13 +85,10 @@ class _Run:
                 return {self.schedule.rank_of(action.stage): action for action in (here[0][0], there[0][0])}
         return {}
 
-    def blocked_ranks(self) -> dict[int, Action]:
-        """By rank, the receive that it waits for, where it has not got to its end."""
-        lines = enumerate(zip(self.position, self.schedule.ranks, strict=True))
-        return {rank: self.missing(actions[position])[0] for rank, (position, actions) in lines if position < len(actions)}
-
-    def waits(self, action: Action) -> str:
-        """In words, that the other half of a send or receive has to come."""
-        wanted = action.counterpart
-        peer = self.schedule.rank_of(wanted.stage)
-        return f"waits for {self.schedule.text_of(wanted, peer)} of rank {peer}"
+    def blocked_ranks(self) -> dict[int, tuple[int, Action]]:
+        """By rank, where it has not got to its end: at which action it stands, and the first message that it waits for."""
+        blocked = {}
+        for rank, (steps, position) in enumerate(zip(self.steps, self.position, strict=True)):
+            if waiting := self.waiting(rank):
+                blocked[rank] = sum(map(len, steps[:position])), waiting[0]
+        return blocked

@@ -2,69 +2,75 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Literal, cast
 
-from pymesh3d.schedule.actions import SENDS, Action, Kind, Schedule
+from pymesh3d.schedule.actions import Action, Kind, Schedule
 from pymesh3d.schedule.simulate import MAX_RECEIVES, Timeline, simulate
 
 
 def with_messages(name: str, orders: Sequence[Sequence[Action]], microbatches: int, virtual: int = 1) -> Schedule:
-    """The schedule of these forwards and backwards of each rank, every send right behind what produces it, receives ahead of their need.
+    """The schedule of these forwards and backwards of each rank, with their messages.
 
-    A receive stands as early as the open receives of its link allow, but behind those sends of its own rank that use the link before it:
-    in the order in which messages cross on paper, where a backward takes as long as two forwards. With that, both ends of a link name all
-    its messages, of both directions, in one and the same order. So they can even share one queue that does nothing out of turn, as the
-    traffic of two GPUs in one NCCL communicator does.
+    A send stands behind what makes it; its receive where the other rank next begins to compute, on paper, where a backward takes as long as
+    two forwards. So the schedule passes `check_links`: there whatever waits for another rank waits for something that begins earlier on
+    paper, never in a circle. Between two computations messages stand in the order in which they are sent. With that, both ends of a link
+    name all its messages, of both directions, in one and the same order. (Interleaved schedules of 7 ranks and more have messages that are
+    made long before they are needed. More than `MAX_RECEIVES` are not received at a time; the rest stay where they were made.)
     """
     bare = Schedule(name=name, pp=len(orders), microbatches=microbatches, virtual=virtual, ranks=tuple(map(tuple, orders)))
-    return _placed(bare, _sends_ahead(simulate(_placed(bare, {}))))
+    return _placed(bare, _in_time(simulate(_placed(bare, _at_need(bare)))))
 
 
-def _sends_ahead(timeline: Timeline) -> dict[Action, Action]:
-    """For each receive the last send of its own rank that uses the same link before it; a first one has none."""
+_Turn = tuple[int, float, int]  # before which computation of its rank a message stands; among those: when it is sent, and by which stage
+
+
+def _at_need(bare: Schedule) -> dict[Action, _Turn]:
+    """Each receive right before what needs it."""
+    turns = {}
+    for order in bare.ranks:
+        for n, action in enumerate(order):
+            turns[_message("S", action)] = n + 1, 0.0, action.stage
+            turns[_message("R", action)] = n, 0.0, action.stage
+    return turns
+
+
+def _in_time(timeline: Timeline) -> dict[Action, _Turn]:
+    """Each receive before the first computation that starts when the message is there, or later; but few are open at a time."""
     schedule = timeline.schedule
-    crossings = [(span.end, span.action.stage, span.action) for spans in timeline.ranks for span in spans if span.action.kind in SENDS]
-    ahead: dict[Action, Action] = {}
-    last: dict[tuple[int, int], Action] = {}  # (link, rank) -> its latest send
-    for _, _, send in sorted(crossings, key=lambda crossing: crossing[:2]):
-        link, receive = schedule.link_of(send), send.counterpart
-        if earlier := last.get((link, schedule.rank_of(receive.stage))):
-            ahead[receive] = earlier
-        last[link, schedule.rank_of(send.stage)] = send
-    return ahead
+    computes = [timeline.compute(rank) for rank in range(schedule.pp)]
+    starts = [[span.start for span in spans] for spans in computes]
+    made = [(span.end, span.action.stage, n + 1, _message("S", span.action)) for spans in computes for n, span in enumerate(spans)]
+    turn_of = {span.action: n for spans in computes for n, span in enumerate(spans)}
+    turns: dict[Action, _Turn] = {}
+    consumed: dict[tuple[Kind, int], list[int]] = defaultdict(list)  # (kind, rank) of receives -> in which turn each message is consumed
+    for end, stage, turn, send in sorted(made, key=lambda entry: entry[:2]):
+        if _crosses(schedule, send):
+            turns[send] = turn, end, stage
+            receive, rank = send.counterpart, schedule.rank_of(send.peer_stage)
+            earlier = consumed[receive.kind, rank]
+            room = earlier[-MAX_RECEIVES] + 1 if len(earlier) >= MAX_RECEIVES else 0
+            turns[receive] = max(bisect.bisect_left(starts[rank], end), room), end, stage
+            earlier.append(turn_of[Action(cast(Kind, receive.kind[1:]), receive.microbatch, receive.stage)])
+    return turns
 
 
-def _placed(bare: Schedule, ahead: Mapping[Action, Action]) -> Schedule:
-    return dataclasses.replace(bare, ranks=tuple(_rank_with_messages(bare, order, ahead) for order in bare.ranks))
-
-
-def _rank_with_messages(bare: Schedule, order: Sequence[Action], ahead: Mapping[Action, Action]) -> tuple[Action, ...]:
-    """`order` with its sends and receives, each receive behind the send that `ahead` has for it."""
-    position = {action: n for n, action in enumerate(order)}
-    placed = [(n, 0, n, action) for n, action in enumerate(order)]  # behind which action, in which turn, for which action
-    for kind in ("F", "B"):  # the receives of a rank for forwards use one link, those for backwards another
-        consumers = [action for action in order if action.kind == kind and _crosses(bare, _message("R", action))]
-        for n, consumer in enumerate(consumers):
-            receive = _message("R", consumer)
-            room = position[consumers[n - MAX_RECEIVES]] if n >= MAX_RECEIVES else -1
-            turn = position[_source(ahead[receive])] if receive in ahead else -1
-            placed.append((max(room, turn), 2, position[consumer], receive))
-    for n, producer in enumerate(order):
-        if _crosses(bare, send := _message("S", producer)):
-            placed.append((n, 1, n, send))
-    return tuple(action for *_, action in sorted(placed, key=lambda entry: entry[:3]))
+def _placed(bare: Schedule, turns: Mapping[Action, _Turn]) -> Schedule:
+    ranks = []
+    for order in bare.ranks:
+        entries = [((n, math.inf, 0), action) for n, action in enumerate(order)]
+        entries += [(turns[m], m) for action in order for end in ("S", "R") if _crosses(bare, m := _message(end, action))]
+        ranks.append(tuple(action for _, action in sorted(entries, key=lambda entry: entry[0])))
+    return dataclasses.replace(bare, ranks=tuple(ranks))
 
 
 def _message(end: Literal["S", "R"], action: Action) -> Action:
     """The send of what a forward or backward makes, or the receive of what it takes."""
     return Action(cast(Kind, end + action.kind), action.microbatch, action.stage)
-
-
-def _source(send: Action) -> Action:
-    """The forward or backward that makes what is sent."""
-    return Action(cast(Kind, send.kind[1:]), send.microbatch, send.stage)
 
 
 def _crosses(schedule: Schedule, message: Action) -> bool:

@@ -42,7 +42,7 @@ class Times:
 
 
 class Span(NamedTuple):
-    """When an action runs. A send's span includes the time it is blocked, a forward's or backward's does not include waiting."""
+    """When an action runs: a forward or backward without the time it waits. Sends and receives are only begun, which takes no time."""
 
     action: Action
     start: float
@@ -91,9 +91,9 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
-    """Check `schedule` and run it with the strictest transport (see actions.py).
+    """Check `schedule` and say when each rank does what. A forward or backward waits for its own message only (`check_links` is stricter).
 
-    A rank goes on until it has to wait for another. Its times depend only on the messages it waits for, not on which rank is taken first.
+    A message starts when both ends have begun it and the one before it, on the same link in the same direction, is across.
     Raises ScheduleError with the place of the fault.
     """
     check(schedule)
@@ -107,7 +107,7 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
 
 
 class _Run:
-    """Where every rank has got to, and which messages are expected and across."""
+    """Where every rank has got to, and which messages are begun and across."""
 
     def __init__(self, schedule: Schedule, durations: dict[str, list[float]]) -> None:
         self.schedule = schedule
@@ -115,8 +115,9 @@ class _Run:
         self.position = [0] * schedule.pp
         self.clock = [0.0] * schedule.pp
         self.spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
-        self.posted: dict[Action, float] = {}  # receive -> when it was posted
+        self.begun: dict[Action, float] = {}  # send or receive -> when its rank began it
         self.arrived: dict[Action, float] = {}  # receive -> when its message was across
+        self.latest: dict[tuple[int, Kind], float] = {}  # (link, kind of send) -> when the latest message was across
 
     @property
     def finished(self) -> bool:
@@ -130,37 +131,43 @@ class _Run:
             self.do(actions[self.position[rank]], rank)
         return self.position[rank] > before
 
+    def received(self, action: Action) -> list[Action]:
+        """The receives whose message a forward or backward takes."""
+        return [need for need in needs(self.schedule, action) if need.kind in RECEIVES] if action.kind in COMPUTE else []
+
     def missing(self, action: Action) -> list[Action]:
-        """The receives that `action` waits for: a send for its being posted, a forward or backward for their message."""
-        if action.kind in SENDS:
-            return [action.counterpart] if action.counterpart not in self.posted else []
-        return [need for need in needs(self.schedule, action) if need.kind in RECEIVES and need not in self.arrived]
+        """The receives that `action` waits for."""
+        return [receive for receive in self.received(action) if receive not in self.arrived]
 
     def do(self, action: Action, rank: int) -> None:
-        now = start = end = self.clock[rank]
-        if action.kind in RECEIVES:
-            self.posted[action] = now
-        elif action.kind in SENDS:
-            end = max(now, self.posted[action.counterpart]) + self.durations[action.kind][action.stage]
-            self.arrived[action.counterpart] = end
-        else:
-            start = max([now, *(self.arrived[need] for need in needs(self.schedule, action) if need.kind in RECEIVES)])
-            end = start + self.durations[action.kind][action.stage]
-        self.spans[rank].append(Span(action, start, end))
-        self.clock[rank] = end
+        start = max([self.clock[rank], *(self.arrived[receive] for receive in self.received(action))])
+        self.clock[rank] = start + (self.durations[action.kind][action.stage] if action.kind in COMPUTE else 0.0)
+        self.spans[rank].append(Span(action, start, self.clock[rank]))
         self.position[rank] += 1
+        if action.kind not in COMPUTE:
+            self.begun[action] = start
+            if action.counterpart in self.begun:
+                self.cross(action if action.kind in SENDS else action.counterpart)
+
+    def cross(self, send: Action) -> None:
+        way = self.schedule.link_of(send), send.kind
+        start = max(self.begun[send], self.begun[send.counterpart], self.latest.get(way, 0.0))
+        self.latest[way] = self.arrived[send.counterpart] = start + self.durations[send.kind][send.stage]
 
     def waits(self) -> dict[int, str]:
         """What each unfinished rank waits for, in words."""
         text = {}
         for rank, (position, actions) in enumerate(zip(self.position, self.schedule.ranks, strict=True)):
             if position < len(actions):
-                need = self.missing(actions[position])[0]
-                holder = self.schedule.rank_of(need.stage)
-                other = self.schedule.rank_of(need.peer_stage) if holder == rank else holder
-                wanted = need.counterpart if holder == rank else need
-                text[rank] = f"waits for {self.schedule.text_of(wanted, other)} of rank {other}"
+                text[rank] = waits_for(self.schedule, self.missing(actions[position])[0])
         return text
+
+
+def waits_for(schedule: Schedule, action: Action) -> str:
+    """In words, that the other end of a send or receive has to come."""
+    wanted = action.counterpart
+    peer = schedule.rank_of(wanted.stage)
+    return f"waits for {schedule.text_of(wanted, peer)} of rank {peer}"
 
 
 def needs(schedule: Schedule, action: Action) -> list[Action]:
@@ -188,17 +195,18 @@ def check(schedule: Schedule) -> None:
 
 
 def _check_rank(schedule: Schedule, rank: int) -> None:
-    """Every action of `rank` is one it can do, stands there once, and comes after what it needs; few receives are open at a time."""
+    """Every action of `rank` is one it can do, stands there once, and comes after what it needs; few receives are open at a time, and
+    what is received first is used first."""
     done: set[Action] = set()
-    opened: dict[int, set[Action]] = defaultdict(set)  # link -> receives posted and not yet consumed
+    opened: dict[int, list[Action]] = defaultdict(list)  # link -> receives begun and not yet consumed
     for position, action in enumerate(schedule.ranks[rank]):
         problem = _impossible(schedule, rank, action, done)
         for need in needs(schedule, action) if not problem else []:
-            if need.kind in RECEIVES:
-                opened[schedule.link_of(need)].discard(need)
+            if need.kind in RECEIVES and need != (oldest := opened[schedule.link_of(need)].pop(0)):
+                problem = f"takes what {schedule.text_of(need, rank)} receives before what {schedule.text_of(oldest, rank)} does"
         if action.kind in RECEIVES and not problem:
             link = schedule.link_of(action)
-            opened[link].add(action)
+            opened[link].append(action)
             if len(opened[link]) > MAX_RECEIVES:
                 source = schedule.rank_of(action.peer_stage)
                 problem = f"would be open receive number {len(opened[link])} from rank {source}, more than {MAX_RECEIVES}"

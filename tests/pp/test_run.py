@@ -148,8 +148,8 @@ def unit_gradients(schedule: str, virtual: int) -> tuple[list[float], list[float
     }
     links = Links(mesh, ring=virtual > 1)
     microbatches = [Microbatch(torch.zeros(2, 4), torch.zeros(2, 4), Expected((2, 4), torch.float64, n)) for n in range(4)]
-    actions = build(schedule, 2, 4, virtual).ranks[mesh.pp.rank]
-    losses = [run(actions, stages, links, microbatches).item() for _ in range(2)]
+    steps = build(schedule, 2, 4, virtual).steps(mesh.pp.rank)
+    losses = [run(steps, stages, links, microbatches).item() for _ in range(2)]
     for link in (links.before, links.after):
         assert link is None or not link._sent, "a step ends when all that it sent has left"  # type: ignore[attr-defined]
     mesh.close()
@@ -167,6 +167,6 @@ def test_an_action_without_a_rule_is_refused_and_nothing_is_kept() -> None:
     links = Links.__new__(Links)
     links.before = links.after = None
     with pytest.raises(AssertionError, match="no rule to run W0"):
-        run([Action("F", 0, 0), Action("W", 0, 0)], {0: stage}, links, [microbatch])
+        run([(Action("F", 0, 0),), (Action("W", 0, 0),)], {0: stage}, links, [microbatch])
     with pytest.raises(KeyError):
         stage.backward(0, None)

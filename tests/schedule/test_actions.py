@@ -30,8 +30,8 @@ def test_what_prints_parses_back(schedule: Schedule) -> None:
 def test_text_is_what_the_docs_say() -> None:
     assert str(build("1f1b", 2, 3)) == (
         "schedule 1f1b: pp 2, microbatches 3\n"
-        "rank 0: F0 SF0 F1 SF1 RB0 B0 F2 SF2 RB1 RB2 B1 B2\n"
-        "rank 1: RF0 RF1 F0 B0 SB0 RF2 F1 B1 SB1 F2 B2 SB2"
+        "rank 0: F0 SF0 F1 SF1 RB0 B0 F2 SF2 RB1 B1 RB2 B2\n"
+        "rank 1: RF0 F0 RF1 B0 SB0 F1 B1 RF2 SB1 F2 B2 SB2"
     )
 
 
@@ -92,4 +92,4 @@ def test_error_shows_only_the_neighbourhood() -> None:
     lines = str(ScheduleError(schedule, "broken", {0: 60, 1: 0}, {1: "waits"})).splitlines()
     assert lines[0] == "schedule gpipe (pp 2, microbatches 50): broken"
     assert lines[1] == "  rank 0: ... F27 SF27 F28 SF28 F29 SF29 -->F30 SF30 F31 SF31 F32 SF32 F33 ..."
-    assert lines[2] == "  rank 1: -->RF0 RF1 F0 RF2 F1 RF3 F2 ...   [waits]"
+    assert lines[2] == "  rank 1: -->RF0 F0 RF1 F1 RF2 F2 RF3 ...   [waits]"
