@@ -1,5 +1,7 @@
 #include "gpu.h"
 
+#include <new>
+
 namespace pymesh3d {
 namespace {
 
@@ -7,6 +9,7 @@ constexpr int success = 0, not_ready = 600;  // CUDA_SUCCESS, CUDA_ERROR_NOT_REA
 constexpr int interface = 12000;             // the driver hands out its functions as CUDA 12.0 knew them
 constexpr unsigned non_blocking = 1;         // CU_STREAM_NON_BLOCKING
 constexpr unsigned without_timing = 2;       // CU_EVENT_DISABLE_TIMING
+constexpr unsigned for_device = 1 | 2;       // CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTALLOC_DEVICEMAP
 
 void* pointer(std::uintptr_t handle) { return reinterpret_cast<void*>(handle); }
 
@@ -33,7 +36,10 @@ Gpu::Gpu(const std::string& path)
       event_create_(driver_function<Status(void**, unsigned)>("cuEventCreate")),
       event_destroy_(driver_function<Status(void*)>("cuEventDestroy")),
       event_record_(driver_function<Status(void*, void*)>("cuEventRecord")),
-      event_query_(driver_function<Status(void*)>("cuEventQuery")) {}
+      event_query_(driver_function<Status(void*)>("cuEventQuery")),
+      host_alloc_(driver_function<Status(void**, std::size_t, unsigned)>("cuMemHostAlloc")),
+      host_free_(driver_function<Status(void*)>("cuMemFreeHost")),
+      stream_write_(driver_function<Status(void*, std::uint64_t, std::uint64_t, unsigned)>("cuStreamWriteValue64")) {}
 
 void Gpu::check(Status status, const char* call) const {
   if (status == success) return;
@@ -79,6 +85,19 @@ bool Gpu::finished(Event event) const {
   if (status == not_ready) return false;
   check(status, "cuEventQuery");
   return true;
+}
+
+Gpu::Counter* Gpu::create_counter() const {
+  static_assert(sizeof(Counter) == sizeof(std::uint64_t) && Counter::is_always_lock_free);
+  void* memory = nullptr;
+  check(host_alloc_(&memory, sizeof(Counter), for_device), "cuMemHostAlloc");
+  return new (memory) Counter(0);
+}
+
+void Gpu::destroy_counter(Counter* counter) const noexcept { host_free_(counter); }
+
+void Gpu::write(Stream stream, Counter* counter, std::uint64_t value) const {
+  check(stream_write_(pointer(stream), reinterpret_cast<std::uint64_t>(counter), value, 0), "cuStreamWriteValue64");
 }
 
 }  // namespace pymesh3d

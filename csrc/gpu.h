@@ -1,6 +1,8 @@
 // The CUDA driver, opened while the program runs: its streams and events, and what goes wrong with them.
 #pragma once
 
+#include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -41,6 +43,12 @@ class Gpu {
   void wait(Stream stream, Event event) const;
   bool finished(Event event) const;
 
+  // A number in host memory that streams write and the host reads without a call of the driver, which might have to wait for another thread's.
+  using Counter = std::atomic<std::uint64_t>;
+  Counter* create_counter() const;
+  void destroy_counter(Counter* counter) const noexcept;  // waits for the GPU
+  void write(Stream stream, Counter* counter, std::uint64_t value) const;
+
  private:
   using Status = int;  // CUresult
   template <typename Signature>
@@ -59,6 +67,9 @@ class Gpu {
   Status (*event_destroy_)(void*);
   Status (*event_record_)(void*, void*);
   Status (*event_query_)(void*);
+  Status (*host_alloc_)(void**, std::size_t, unsigned);
+  Status (*host_free_)(void*);
+  Status (*stream_write_)(void*, std::uint64_t, std::uint64_t, unsigned);
 };
 
 }  // namespace pymesh3d

@@ -1,25 +1,36 @@
 #include "link.h"
 
+#include <algorithm>
 #include <chrono>
 #include <stdexcept>
-#include <string>
-#include <thread>
 #include <utility>
 
 namespace pymesh3d {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::chrono::milliseconds look{50};  // the time between two looks of the watch
+constexpr double courtesy = 0.5;               // seconds that a call on another thread has to end before the communicator is aborted under it
+
+double since(Clock::time_point began) { return std::chrono::duration<double>(Clock::now() - began).count(); }
+
+}  // namespace
 
 Link::Link(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, const UniqueId& id, int rank, Piece scratch, const NcclOptions& options)
-    : gpu_(std::move(gpu)), communicator_(gpu_, std::move(nccl), id, rank, options), stream_(gpu_->create_stream()) {
+    : gpu_(std::move(gpu)), timeout_(options.timeout), communicator_(gpu_, std::move(nccl), id, rank, options), stream_(gpu_->create_stream()) {
   try {
     communicator_.connect(rank == 0 ? scratch : Piece{}, rank == 0 ? Piece{} : scratch, stream_);
     unused_.push_back(gpu_->create_event());
     gpu_->record(unused_.back(), stream_);
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(options.timeout);
+    const auto began = Clock::now();
     while (!gpu_->finished(unused_.back())) {
-      if (std::chrono::steady_clock::now() > deadline)
-        throw NcclError("the first transfer of rank " + std::to_string(rank) + " took longer than " + std::to_string(options.timeout) + " s");
+      if (since(began) > timeout_)
+        throw NcclError("the first transfer of rank " + std::to_string(rank) + " took longer than " + std::to_string(timeout_) + " s");
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
+    finished_ = gpu_->create_counter();
+    watch_ = std::thread([this, end = end_.get_future()] { watch(end); });
   } catch (...) {
     for (const Event event : unused_) gpu_->destroy_event(event);
     gpu_->destroy_stream(stream_);
@@ -28,10 +39,12 @@ Link::Link(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, con
 }
 
 Link::~Link() {
+  end_watch();
   abort(1.0);  // unless it has been closed
   for (const Event event : pending_) gpu_->destroy_event(event);
   for (const Event event : unused_) gpu_->destroy_event(event);
   gpu_->destroy_stream(stream_);
+  if (*finished_ == started_) gpu_->destroy_counter(finished_);  // else that might wait for ever, and the stream may still write there
 }
 
 std::uint64_t Link::transfer(Piece sent, Piece received, Stream stream) {
@@ -41,49 +54,79 @@ std::uint64_t Link::transfer(Piece sent, Piece received, Stream stream) {
   const Event event = unused_.back();
   gpu_->record(event, stream);
   gpu_->wait(stream_, event);  // on what the event stands for now: it is free again at once
-  communicator_.exchange(sent, received, stream_);
+  const std::uint64_t number = started_ + 1;
+  started_ = number;  // from here on the watch counts
+  try {
+    communicator_.exchange(sent, received, stream_);
+  } catch (...) {
+    started_ = number - 1;
+    throw;
+  }
+  gpu_->write(stream_, finished_, number);
   gpu_->record(event, stream_);
   unused_.pop_back();
   pending_.push_back(event);
-  return done_ + pending_.size();
+  return number;
 }
 
 void Link::join(std::uint64_t number, Stream stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  communicator_.require_open("a transfer");
   if (number > done_ + pending_.size()) throw std::out_of_range("transfer " + std::to_string(number) + " has not been started");
   if (number > done_) gpu_->wait(stream, pending_[number - done_ - 1]);
 }
 
-std::uint64_t Link::finished() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  retire();
-  return done_;
-}
+std::uint64_t Link::finished() const { return *finished_; }
 
 void Link::retire() {
-  while (!pending_.empty() && gpu_->finished(pending_.front())) {
+  for (; done_ < *finished_; ++done_) {
     unused_.push_back(pending_.front());
     pending_.pop_front();
-    ++done_;
   }
 }
 
-void Link::check() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  communicator_.check();
+void Link::check() const { communicator_.check(); }
+
+void Link::watch(const std::future<void>& end) {
+  auto began = Clock::now();
+  for (std::uint64_t seen = 0; end.wait_for(look) != std::future_status::ready;) {
+    try {
+      communicator_.check();
+    } catch (const std::exception& error) {
+      give_up(courtesy, error.what());
+      return;
+    }
+    if (const std::uint64_t finished = *finished_; finished != seen || finished == started_) {
+      seen = finished;
+      began = Clock::now();
+    } else if (since(began) > timeout_) {
+      give_up(courtesy, "transfer " + std::to_string(seen + 1) + " has not finished within " + std::to_string(timeout_) + " s");
+      return;
+    }
+  }
+}
+
+void Link::end_watch() noexcept {
+  if (!watch_.joinable()) return;
+  end_.set_value();
+  watch_.join();
 }
 
 bool Link::abort(double seconds) noexcept {
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  const auto began = Clock::now();
+  give_up(std::min(courtesy, seconds / 2), "the communicator has been aborted");
+  return communicator_.wait_for_abort(seconds - since(began));
+}
+
+void Link::give_up(double patience, const std::string& reason) noexcept {
+  const auto began = Clock::now();
   std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
-  while (!lock.try_lock()) {  // a call of NCCL's may be stuck on another thread
-    if (std::chrono::steady_clock::now() > deadline) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return communicator_.abort(seconds);
+  while (!lock.try_lock() && since(began) < patience) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  communicator_.abort(reason);
 }
 
 void Link::close() noexcept {
+  end_watch();
   const std::lock_guard<std::mutex> lock(mutex_);
   communicator_.close();
 }

@@ -1,11 +1,15 @@
 // What joins two ranks: tensors go both ways, in order, on a stream of its own beside what the GPU computes meanwhile.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <future>
 #include <memory>
 #include <mutex>
+#include <string>
+#include <thread>
 #include <vector>
 
 #include "gpu.h"
@@ -16,6 +20,10 @@ namespace pymesh3d {
 // Both ends make matching transfers in the same order: where one sends the other receives, and where one does both the other does too. No
 // call makes the host wait for the GPU or for the peer, except the constructor, which waits for the peer. The memory of a transfer must
 // stay as it is until the transfer has finished; whoever calls keeps it alive.
+//
+// A thread of its own watches. If a transfer does not finish within the timeout, or NCCL reports an error, it aborts: every wait ends, and
+// every later call throws the reason. It makes no call of the driver's before that, because a host that has filled the queues of a GPU
+// waits inside the driver until the GPU goes on.
 class Link {
  public:
   // `scratch`: a byte of device memory, to connect with. It is free again afterwards.
@@ -32,12 +40,12 @@ class Link {
   void join(std::uint64_t number, Stream stream);
 
   // How many transfers have finished; they finish in order.
-  std::uint64_t finished();
+  std::uint64_t finished() const;
 
   // Throws what has gone wrong since.
   void check() const;
 
-  // Ends every wait on this link. False if NCCL has not given up within `seconds`.
+  // Ends every wait on this link; later calls throw. False if NCCL has not given up within `seconds`.
   bool abort(double seconds) noexcept;
 
   // After all transfers have finished; on an aborted link it does nothing.
@@ -45,14 +53,22 @@ class Link {
 
  private:
   void retire();
+  void watch(const std::future<void>& end);
+  void end_watch() noexcept;
+  void give_up(double patience, const std::string& reason) noexcept;
 
   std::shared_ptr<const Gpu> gpu_;
-  mutable std::mutex mutex_;  // `abort` and `check` may come from another thread
+  double timeout_;
+  std::mutex mutex_;  // `finished` and `abort` may come from another thread
   std::deque<Event> pending_;  // of transfers done_ + 1, done_ + 2, ...
   std::vector<Event> unused_;
   std::uint64_t done_ = 0;
   Communicator communicator_;
   Stream stream_ = 0;
+  Gpu::Counter* finished_ = nullptr;  // how many transfers have, as the stream writes it
+  std::atomic<std::uint64_t> started_ = 0;
+  std::promise<void> end_;
+  std::thread watch_;
 };
 
 }  // namespace pymesh3d

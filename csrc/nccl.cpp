@@ -1,16 +1,17 @@
 #include "nccl.h"
 
+#include <algorithm>
 #include <chrono>
 #include <climits>
-#include <future>
 #include <thread>
 #include <utility>
 
 namespace pymesh3d {
 namespace {
 
-constexpr int success = 0, in_progress = 7;  // ncclSuccess, ncclInProgress
-constexpr int as_bytes = 0;                  // ncclInt8
+constexpr int success = 0;   // ncclSuccess
+constexpr int as_bytes = 0;  // ncclInt8
+constexpr double patience = 10.0;  // seconds that NCCL has to give up when there is nobody to say otherwise
 
 std::chrono::duration<double> seconds(double number) { return std::chrono::duration<double>(number); }
 
@@ -89,70 +90,95 @@ Communicator::Communicator(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const
   if (options.min_ctas) config.min_ctas = options.min_ctas;
   if (options.max_ctas) config.max_ctas = options.max_ctas;
   const auto made = std::make_shared<Nccl::Comm>(nullptr);  // shared: the call may end after we have given up on it
-  within_limit("ncclCommInitRankConfig", [nccl = nccl_, made, id, rank, config]() mutable { return nccl->init_(made.get(), 2, id, rank, &config); });
+  within_limit("ncclCommInitRankConfig", nullptr, [nccl = nccl_, made, id, rank, config]() mutable { return nccl->init_(made.get(), 2, id, rank, &config); });
   comm_ = *made;
 }
 
-Communicator::~Communicator() { abort(1.0); }
+Communicator::~Communicator() {
+  abort("the communicator is no more");
+  wait_for_abort(1.0);
+}
 
 std::string Communicator::about(const char* call) const { return std::string(call) + " between rank " + std::to_string(rank_) + " and its peer"; }
 
 Nccl::Comm Communicator::open(const char* call) const {
-  if (!comm_) throw NcclError(about(call) + " failed: the communicator has been closed or aborted");
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!comm_) throw NcclError(about(call) + " failed: " + why_closed_);
   return comm_;
 }
 
-void Communicator::require(Nccl::Result result, const char* call) const {
-  if (result != success && result != in_progress) throw NcclError(about(call) + " failed: " + nccl_->text(result, comm_));
+void Communicator::require_open(const char* call) const { open(call); }
+
+Nccl::Comm Communicator::take() noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(comm_, nullptr);
 }
 
-void Communicator::within_limit(const char* call, std::function<Nccl::Result()> run) const {
+void Communicator::require(Nccl::Result result, const char* call, Nccl::Comm comm) const {
+  if (result != success) throw NcclError(about(call) + " failed: " + nccl_->text(result, comm));
+}
+
+void Communicator::within_limit(const char* call, Nccl::Comm comm, std::function<Nccl::Result()> run) const {
   auto ended = run_apart<Nccl::Result>([gpu = gpu_, context = gpu_->context(), run = std::move(run)] {
     gpu->use(context);
     return run();
   });
   if (ended.wait_for(seconds(timeout_)) != std::future_status::ready)
     throw NcclError(about(call) + " took longer than " + std::to_string(timeout_) + " s");
-  require(ended.get(), call);
+  require(ended.get(), call, comm);
 }
 
 void Communicator::exchange(Piece sent, Piece received, Stream stream) {
-  require(nccl_->exchange(open("a transfer"), 1 - rank_, sent, received, stream), "a transfer");
+  const Nccl::Comm comm = open("a transfer");
+  require(nccl_->exchange(comm, 1 - rank_, sent, received, stream), "a transfer", comm);
 }
 
 void Communicator::connect(Piece sent, Piece received, Stream stream) {
-  within_limit("connecting", [nccl = nccl_, comm = open("connecting"), peer = 1 - rank_, sent, received, stream] {
+  const Nccl::Comm comm = open("connecting");
+  within_limit("connecting", comm, [nccl = nccl_, comm, peer = 1 - rank_, sent, received, stream] {
     return nccl->exchange(comm, peer, sent, received, stream);
   });
 }
 
 void Communicator::check() const {
-  const Nccl::Comm comm = open("ncclCommGetAsyncError");
+  const std::lock_guard<std::mutex> lock(mutex_);  // so that nobody aborts it meanwhile
+  if (!comm_) throw NcclError(about("ncclCommGetAsyncError") + " failed: " + why_closed_);
   Nccl::Result result = success;
-  require(nccl_->async_error_(comm, &result), "ncclCommGetAsyncError");
-  require(result, "what was under way");
+  require(nccl_->async_error_(comm_, &result), "ncclCommGetAsyncError", comm_);
+  require(result, "what was under way", comm_);
 }
 
-bool Communicator::abort(double limit) noexcept {
-  if (!comm_) return true;
+void Communicator::abort(const std::string& reason) noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!comm_) return;
   try {
-    const auto ended = run_apart<void>([gpu = gpu_, context = gpu_->context(), nccl = nccl_, comm = std::exchange(comm_, nullptr)] {
+    aborted_ = run_apart<void>([gpu = gpu_, context = gpu_->context(), nccl = nccl_, comm = comm_] {
       gpu->use(context);
       nccl->abort_(comm);
     });
-    return ended.wait_for(seconds(limit)) == std::future_status::ready;
+    why_closed_ = reason;
   } catch (const std::exception&) {  // no thread or no memory to be had: what is left of the communicator goes with the process
-    return false;
   }
+  comm_ = nullptr;
+}
+
+bool Communicator::wait_for_abort(double limit) const noexcept {
+  std::shared_future<void> aborted;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    aborted = aborted_;
+  }
+  return !aborted.valid() || aborted.wait_for(seconds(limit)) == std::future_status::ready;
 }
 
 void Communicator::close() noexcept {
-  if (!comm_) return;
   try {
-    within_limit("ncclCommFinalize", [nccl = nccl_, comm = comm_] { return nccl->finalize_(comm); });
-    within_limit("ncclCommDestroy", [nccl = nccl_, comm = std::exchange(comm_, nullptr)] { return nccl->destroy_(comm); });
+    const Nccl::Comm comm = open("ncclCommFinalize");
+    within_limit("ncclCommFinalize", comm, [nccl = nccl_, comm] { return nccl->finalize_(comm); });
+    if (take()) within_limit("ncclCommDestroy", nullptr, [nccl = nccl_, comm] { return nccl->destroy_(comm); });
   } catch (const std::exception&) {
-    abort(timeout_);
+    abort("the communicator could not be closed");
+    wait_for_abort(std::min(timeout_, patience));
   }
 }
 

@@ -4,7 +4,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <future>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 
@@ -82,26 +84,36 @@ class Communicator {
   // The first exchange: it connects the two ranks, which may take long.
   void connect(Piece sent, Piece received, Stream stream);
 
+  // Throws if it has been closed or aborted.
+  void require_open(const char* call) const;
+
   // Throws what has gone wrong since.
   void check() const;
 
-  // Gives up on all that is under way, and lets every later call throw. False if NCCL has not given up within `seconds`.
-  bool abort(double seconds) noexcept;
+  // Gives up on all that is under way, and lets every later call throw the reason. Returns at once. May be called while another thread is in
+  // a call: that is what NCCL has it for.
+  void abort(const std::string& reason) noexcept;
+  // False if NCCL has not given up within so many seconds.
+  bool wait_for_abort(double seconds) const noexcept;
 
   // After all work has ended. Aborts where that fails.
   void close() noexcept;
 
  private:
-  void within_limit(const char* call, std::function<Nccl::Result()> run) const;
-  void require(Nccl::Result result, const char* call) const;
+  void within_limit(const char* call, Nccl::Comm comm, std::function<Nccl::Result()> run) const;
+  void require(Nccl::Result result, const char* call, Nccl::Comm comm) const;
   Nccl::Comm open(const char* call) const;
+  Nccl::Comm take() noexcept;
   std::string about(const char* call) const;
 
   std::shared_ptr<const Gpu> gpu_;
   std::shared_ptr<const Nccl> nccl_;
   int rank_;
   double timeout_;
+  mutable std::mutex mutex_;  // of what follows; held through no call that may wait
   Nccl::Comm comm_ = nullptr;
+  std::string why_closed_ = "the communicator has been closed";
+  std::shared_future<void> aborted_;
 };
 
 }  // namespace pymesh3d

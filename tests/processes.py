@@ -1,8 +1,9 @@
-"""Waiting for processes of other tests' making, and seeing whether other threads run meanwhile."""
+"""What tests need that start processes of their own: waiting for them, a port, and seeing whether other threads run meanwhile."""
 
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,12 @@ def until(condition: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def free_port() -> str:
+    """A port of this machine that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return str(listener.getsockname()[1])
 
 
 def gone(pid: int) -> bool:

@@ -24,7 +24,7 @@ import torch
 from pymesh3d import __version__, cli
 from pymesh3d.errors import CheckpointError, ConfigError, DistributedError
 from pymesh3d.launch import LOOPBACK, loopback_store
-from tests.processes import gone, until
+from tests.processes import free_port, gone, until
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--steps", "2", "--seq", "32", "--global-batch-size", "4", "--device", "cpu"]
@@ -274,11 +274,6 @@ def ended(process: subprocess.Popen[str], seconds: float) -> tuple[int, str, str
         out, err = process.communicate()
         raise AssertionError(f"{process.args} had not ended after {seconds} s:\n{out}\n{err}") from None
     return process.returncode, out, err
-
-
-def free_port() -> str:
-    with socket.create_server((LOOPBACK, 0)) as listener:
-        return str(listener.getsockname()[1])
 
 
 def test_under_torchrun_what_cannot_run_or_meet_ends_with_a_word() -> None:

@@ -24,8 +24,8 @@ Pairs = Sequence[Sequence[int]]
 class Links:
     """The links of one rank of a pipeline: to the rank before and to the rank after, None at the ends.
 
-    They run over torch.distributed, or with PYMESH3D_P2P=nccl over our NCCL bindings, where those are built and torch has the same
-    NCCL. Raises ConfigError where the environment asks for what is not here.
+    On CUDA they run over our NCCL bindings where those are built and find the NCCL that torch has, elsewhere over torch.distributed.
+    PYMESH3D_P2P=nccl or =torch forces one. Raises ConfigError where the environment asks for what is not here.
     """
 
     def __init__(self, mesh: Mesh, *, ring: bool = False) -> None:
@@ -50,16 +50,14 @@ class Links:
 
 
 def transport(device: torch.device) -> str:
-    """Which of `TRANSPORTS` links on `device` use. Raises ConfigError.
-
-    Ours is not the default yet: what it does on GPUs when a peer is killed has not been seen to end well.
-    """
+    """Which of `TRANSPORTS` links on `device` use. Raises ConfigError."""
     forced = os.environ.get(VARIABLE, "")
     if forced and forced not in TRANSPORTS:
         raise ConfigError(f"{VARIABLE}={forced}", "no such transport", f"Use {' or '.join(TRANSPORTS)}, or leave it unset")
-    if forced == "nccl" and (missing := "it needs GPUs" if device.type != "cuda" else native.no_nccl()):
+    missing = "it needs GPUs" if device.type != "cuda" else native.no_nccl()
+    if forced == "nccl" and missing:
         raise ConfigError(f"{VARIABLE}=nccl", missing, f"Use {VARIABLE}=torch, or leave it unset")
-    return forced or "torch"
+    return forced or ("torch" if missing else "nccl")
 
 
 def open_links(mesh: Mesh, wanted: Sequence[Pairs], over: str) -> list[Link | None]:

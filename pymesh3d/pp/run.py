@@ -56,9 +56,7 @@ def run(
     return loss
 
 
-def _transfer(
-    link: Link, messages: Sequence[Action], made: dict[Action, torch.Tensor | None], microbatches: Sequence[Microbatch]
-) -> None:
+def _transfer(link: Link, messages: Sequence[Action], made: dict[Action, torch.Tensor | None], microbatches: Sequence[Microbatch]) -> None:
     """Begin a send, a receive, or both at once."""
     received = [microbatches[message.microbatch].hidden for message in messages if message.kind in RECEIVES]
     sent = [message for message in messages if message.kind in SENDS]

@@ -176,11 +176,13 @@ def test_a_killed_peer_is_an_error_that_names_it(fresh_ranks: Ranks, library: st
     left = 1 - dies
     looked, send, receive = fresh_ranks(2, killed_peer, library, dies, timeout=60.0, expect_dead=[dies])[left]
     ends = f"between rank {left} and its peer failed:"
-    assert looked == f"what was under way {ends} remote process exited (6): the peer has closed the connection"
+    reason = "remote process exited (6): the peer has closed the connection"
+    assert looked.endswith(f"what was under way {ends} {reason}")  # the link's own watch may have been quicker
     sends, receives = ("activations", "gradients") if left == 0 else ("gradients", "activations")
     for text, operation in ((send, f"send of {sends} of microbatch 6"), (receive, f"receive of {receives} of microbatch 7")):
         assert text.startswith(f"rank {left}: {operation} over axis pp with ranks [{dies}] failed after 0.")
-        assert f"s: a transfer {ends} the communicator has been closed or aborted. One of these ranks" in text
+        assert f"s: a transfer {ends} " in text and "One of these ranks" in text
+        assert "the communicator has been aborted" in text or reason in text
 
 
 def failing_calls(library: str) -> list[str] | list[float]:
@@ -233,7 +235,6 @@ def calls_that_hang(library: str) -> dict[str, int]:
     if end.rank == 0:
         hang("ncclSend", "transfer", lambda: end.native.transfer(numbers.data_ptr(), numbers.nbytes, 0, 0, 0))
         hang("cuStreamWaitEvent", "join", lambda: end.native.join(1, 0))
-        hang("cuEventQuery", "finished", end.native.finished)
         hang("ncclCommGetAsyncError", "check", end.native.check)
     dist.barrier()
     if end.rank == 1:
@@ -249,7 +250,7 @@ def calls_that_hang(library: str) -> dict[str, int]:
 
 def test_other_threads_run_while_a_call_hangs(ranks: Ranks, library: str) -> None:
     ticks, _ = ranks(2, calls_that_hang, library)
-    assert list(ticks) == ["transfer", "join", "finished", "check", "close", "Link", "abort"]
+    assert list(ticks) == ["transfer", "join", "check", "close", "Link", "abort"]
     assert all(count >= 5 for count in ticks.values()), ticks
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +18,7 @@ from pymesh3d.comm.p2p import TRANSPORTS, VARIABLE, Links, transport
 from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.launch import launch
 from pymesh3d.mesh import init_mesh
+from tests.processes import free_port
 
 Ranks = Callable[..., list[Any]]
 COUNT, NUMBERS = 40, 5000
@@ -69,6 +72,50 @@ def test_order_is_kept_between_gpus(monkeypatch: pytest.MonkeyPatch, over: str) 
     monkeypatch.setenv(VARIABLE, over)
     script = "from tests.comm.test_p2p import SENT, many_sends; assert many_sends('cuda') == SENT"
     assert launch(["-c", script], 2) == 0
+
+
+TRAINS_UNTIL_KILLED = """
+import os, time, torch, pymesh3d
+
+mesh = pymesh3d.init_mesh(pp=2, device="cuda", timeout_s=6)
+config = pymesh3d.TrainConfig(seq=128, global_batch=16, micro_batch=2, dtype="bfloat16")
+model = pymesh3d.Llama(pymesh3d.ModelConfig(vocab=256, dim=256, layers=4, heads=4, kv_heads=2, ffn=512), device="meta")
+engine = pymesh3d.parallelize(model, mesh, config)
+tokens = torch.arange(16 * 128, device="cuda").view(16, 128) % 256
+for step in range(1000):
+    began = time.monotonic()
+    try:
+        engine.train_step((tokens, tokens))
+    except pymesh3d.DistributedError as error:
+        mesh.close()
+        print(f"{time.monotonic() - began:.1f} s", error, flush=True)
+        break
+    if step == 3 and mesh.rank == 1:
+        os._exit(9)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_killed_peer_is_an_error_though_the_host_waits_for_its_gpu() -> None:
+    """The host has filled the GPU's queue, and stands in a call of the driver's until the GPU goes on."""
+    common = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", TRAINS_UNTIL_KILLED], env={**common, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        told, _ = ranks[0].communicate(timeout=100)
+        assert ranks[1].wait(10) == 9
+        assert ranks[0].returncode == 0
+    finally:
+        for process in ranks:
+            process.kill()
+    assert "over axis pp with ranks [1] failed" in told and "has not finished within 6" in told
+    assert 5.0 < float(told.split()[0]) < 15.0
 
 
 def not_contiguous() -> list[list[float]] | None:
@@ -132,7 +179,9 @@ def test_a_transport_can_be_forced_if_it_is_here(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(native, "no_nccl", lambda: "")
     assert transport(cuda) == "nccl"
     monkeypatch.delenv(VARIABLE)
-    assert transport(cuda) == transport(torch.device("cpu")) == "torch"
+    assert (transport(cuda), transport(torch.device("cpu"))) == ("nccl", "torch")
+    monkeypatch.setattr(native, "no_nccl", lambda: "torch has another NCCL")
+    assert transport(cuda) == "torch"
 
 
 def lost_peer(dies: int, how: str) -> tuple[str, float] | None:

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <climits>
 #include <condition_variable>
@@ -247,6 +248,18 @@ Status event_query(void* event) {
   return find_event(event).passed() ? success : not_ready;
 }
 
+// Counters.
+
+Status host_alloc(void** memory, std::size_t bytes, unsigned) { return *memory = std::malloc(bytes), success; }
+
+Status host_free(void* memory) { return std::free(memory), success; }
+
+Status stream_write(void* stream, std::uint64_t address, std::uint64_t value, unsigned) {
+  if (told_to_fail("cuStreamWriteValue64")) return launch_failed;
+  enqueue(stream, [=] { *reinterpret_cast<std::atomic<std::uint64_t>*>(address) = value; });
+  return success;
+}
+
 // NCCL.
 
 struct UniqueId {
@@ -417,6 +430,9 @@ Status cuGetProcAddress(const char* name, void** function, int version, std::uin
       {"cuStreamWaitEvent", address(stream_wait_event)},
       {"cuStreamSynchronize", address(stream_synchronize)},
       {"cuLaunchHostFunc", address(launch_host_function)},
+      {"cuMemHostAlloc", address(host_alloc)},
+      {"cuMemFreeHost", address(host_free)},
+      {"cuStreamWriteValue64", address(stream_write)},
       {"cuEventCreate", address(event_create)},
       {"cuEventDestroy", address(event_destroy)},
       {"cuEventRecord", address(event_record)},
