@@ -198,7 +198,14 @@ def _train(one: argparse.ArgumentParser) -> None:
         "--recompute",
         choices=RECOMPUTE,
         default=defaults.recompute,
-        help="full: keep only the input of each layer and compute it again in backward, which saves memory",
+        help="what to compute again in backward, which saves memory: full: all but the input of each layer; selective: what is cheap",
+    )
+    how.add_argument(
+        "--dropout",
+        type=float,
+        metavar="P",
+        default=defaults.dropout,
+        help="zero this share of the embeddings, and of what attention and feed-forward add, at random",
     )
     how.add_argument("--compile", action="store_true", help="compile each layer with torch.compile")
     files = one.add_argument_group("files")

@@ -188,7 +188,7 @@ MODELS = {
 DTYPES = ("float32", "bfloat16", "float64")
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64", "fp16": "float16"}
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
-RECOMPUTE = ("none", "full")
+RECOMPUTE = ("none", "selective", "full")
 
 
 def full_dtype(dtype: object) -> str:
@@ -205,10 +205,12 @@ class TrainConfig:
     `steps`: how many `pymesh3d train` takes. `schedule`, one of `SCHEDULES`: the order of the pipeline's forwards and backwards.
     `zero_stage` 0: each dp rank holds all of the optimizer's state, 1: each a share. `sequence_parallel`: between the matrix products
     each tp rank holds the activations of a part of the sequence. `recompute` "full": keep only the input of each layer, and compute it
-    again in backward. `compile`: compile each layer. `lr`, `weight_decay` (of matrices only), `betas`, `eps`: AdamW's. `max_norm`: what
-    the gradient norm is clipped to (None: never). `dtype`, one of `DTYPES`: of parameters and activations; master weights are float32
-    at least. `reduce_dtype`: what gradients are rounded to when dp ranks exchange them (None: `dtype`). `seed`: of the initial weights
-    and of the order of the data. `vocab_multiple`: the vocabulary is padded to a multiple of tp times this.
+    again in backward; "selective": keep what comes out of matrix products and attention, and compute the rest again. `compile`: compile
+    each layer. `dropout`: the share of the embeddings, and of what attention and feed-forward add, that is zeroed at random. `lr`,
+    `weight_decay` (of matrices only), `betas`, `eps`: AdamW's. `max_norm`: what the gradient norm is clipped to (None: never). `dtype`,
+    one of `DTYPES`: of parameters and activations; master weights are float32 at least. `reduce_dtype`: what gradients are rounded to
+    when dp ranks exchange them (None: `dtype`). `seed`: of initial weights, order of the data, and dropout. `vocab_multiple`: the
+    vocabulary is padded to a multiple of tp times this.
     """
 
     seq: int = 128
@@ -221,6 +223,7 @@ class TrainConfig:
     sequence_parallel: bool = False
     recompute: str = "none"
     compile: bool = False
+    dropout: float = 0.0
     lr: float = 1e-3
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
@@ -251,8 +254,17 @@ class TrainConfig:
             self._one_of("reduce_dtype", DTYPES, default=self.dtype)
         for name in ("sequence_parallel", "compile"):
             require_flag(name, getattr(self, name))
+        if self.compile and self.recompute == "selective":
+            rule = "the compiler decides itself what a layer keeps"
+            raise ConfigError("recompute='selective', compile=True", rule, "Use recompute='full', or compile=False")
         for name in ("lr", "weight_decay", "eps"):
             require_number(name, getattr(self, name), default=_default(self, name))
+        if (
+            isinstance(self.dropout, bool)
+            or not isinstance(self.dropout, int | float)
+            or not (self.dropout == 0 or 2.0**-16 <= self.dropout <= 1 - 2.0**-16)
+        ):
+            raise ConfigError(f"dropout={self.dropout!r}", "it must be 0, or a number from 2**-16 to 1 - 2**-16", "Use dropout=0.1")
         pair = isinstance(self.betas, tuple | list) and len(self.betas) == 2
         if not pair or not all(isinstance(beta, int | float) and 0.0 <= beta < 1.0 for beta in self.betas):
             raise ConfigError(f"betas={self.betas!r}", "betas must be two numbers from 0 to below 1", "The default is betas=(0.9, 0.95)")

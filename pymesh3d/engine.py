@@ -20,7 +20,9 @@ from pymesh3d.dp.zero import Zero
 from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.initial import materialize
 from pymesh3d.mesh import Mesh, exchange_text, require_equal
+from pymesh3d.models.dropout import Masks
 from pymesh3d.models.llama import Llama, initialize_, plan
+from pymesh3d.ops.dropout import mask_counter
 from pymesh3d.placement import Placement, place, placement_of
 from pymesh3d.planner.model import layer_parameters
 from pymesh3d.pp.run import Microbatch, run
@@ -141,6 +143,7 @@ class Engine:
         self.links = Links(mesh, ring=config.virtual_pp > 1)
         self._schedules: dict[tuple[str, int, bool], list[tuple[Action, ...]]] = {}
         self._divisor = torch.ones((), dtype=torch.int64, device=mesh.device)
+        self._calls = 0  # of forward_backward since the last optimizer step
         held = held_layers(model.config, mesh.pp.size, config.virtual_pp)[mesh.pp.rank]
         last = mesh.pp.size * config.virtual_pp - 1
         self.stages: dict[int, Stage] = {}  # of this rank, by their number in the pipeline
@@ -164,17 +167,19 @@ class Engine:
 
         Called several times before `optimizer_step`, the gradients add up.
         """
-        microbatches = self._prepare(batch)
+        microbatches = self._prepare(batch, train=True)
+        self._calls += 1
         loss = run(self._steps(self.config.schedule, len(microbatches)), self.stages, self.links, microbatches)
         return self._agree_on_loss(loss, microbatches)
 
     def optimizer_step(self) -> tuple[float, bool]:
         """Sum the gradients, agree on their norm, and update unless it is not finite. Returns the norm and whether a step was taken."""
+        self._calls = 0
         return self.zero.step(self.config.max_norm)
 
     def eval_step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
-        """The mean loss over the valid tokens of a global batch, without gradients; the same on every rank."""
-        microbatches = self._prepare(batch)
+        """The mean loss over the valid tokens of a global batch, without gradients and dropout; the same on every rank."""
+        microbatches = self._prepare(batch, train=False)
         schedule = "gpipe" if self.config.virtual_pp == 1 else self.config.schedule
         steps = self._steps(schedule, len(microbatches), forward_only=True)
         return self._agree_on_loss(run(steps, self.stages, self.links, microbatches, train=False), microbatches)[0]
@@ -219,15 +224,25 @@ class Engine:
             self._schedules[key] = (built.forwards if forward_only else built).steps(self.mesh.pp.rank)
         return self._schedules[key]
 
-    def _prepare(self, batch: tuple[torch.Tensor, torch.Tensor]) -> list[Microbatch]:
+    def _prepare(self, batch: tuple[torch.Tensor, torch.Tensor], *, train: bool) -> list[Microbatch]:
         ids, targets = (part.to(self.mesh.device, torch.int64, non_blocking=True) for part in self._checked(batch))
         self._divisor = all_reduce_((targets != IGNORE_INDEX).sum(), self.mesh.dp).wait().clamp(min=1)
         number = math.ceil(ids.shape[0] / self.config.micro_batch)
         held = ids.shape[1] // (self.mesh.tp.size if self.config.sequence_parallel else 1)
         dtype = DTYPES[self.config.dtype]
-        pairs = zip(ids.tensor_split(number), targets.tensor_split(number), strict=True)
-        dim = self.model.config.dim
-        return [Microbatch(i, t, Expected((held * i.shape[0], dim), dtype, number)) for number, (i, t) in enumerate(pairs)]
+        first, dim = self.mesh.dp.rank * ids.shape[0], self.model.config.dim
+        microbatches = []
+        for part, (i, t) in enumerate(zip(ids.tensor_split(number), targets.tensor_split(number), strict=True)):
+            masks = self._masks(first, self.mesh.dp.size * ids.shape[0], held) if train and self.config.dropout else None
+            microbatches.append(Microbatch(i, t, Expected((held * i.shape[0], dim), dtype, part), masks))
+            first += i.shape[0]
+        return microbatches
+
+    def _masks(self, first: int, samples: int, held: int) -> Masks:
+        """What dropout drops of the samples from `first` on, of which this rank holds `held` tokens each."""
+        position = self.mesh.tp.rank * held if self.config.sequence_parallel else 0
+        counter = mask_counter(self.zero.steps_taken, self._calls)
+        return Masks(self.config.dropout, self.config.seed, counter, first, samples, position)
 
     def _checked(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         if not (isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(part, torch.Tensor) for part in batch)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -9,6 +10,12 @@ import pytest
 import torch
 
 from tests.pool import Pool
+
+
+def pytest_configure() -> None:
+    """A shell's background job ignores Ctrl-C, and so would the programs that are tested."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from pymesh3d.config import ModelConfig, TrainConfig
 from pymesh3d.engine import DTYPES, Engine, parallelize
 from pymesh3d.mesh import init_mesh
+from pymesh3d.models.dropout import Masks
 from pymesh3d.models.llama import Llama, initialize_
+from pymesh3d.ops.dropout import mask_counter
 
 IGNORED = -100
 BOUND = 1e-12
@@ -52,8 +54,9 @@ def plain(model: ModelConfig, train: TrainConfig, batches: Sequence[Batch]) -> R
     groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=train.eps)
     run = Run()
-    for ids, targets in batches:
-        loss = F.cross_entropy(module(ids).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+    for step, (ids, targets) in enumerate(batches):
+        masks = Masks(train.dropout, train.seed, mask_counter(step), 0, len(ids)) if train.dropout else None
+        loss = F.cross_entropy(module(ids, masks=masks).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
         loss.backward()
         run.losses.append(loss.item())
         run.tokens.append(ids.numel())

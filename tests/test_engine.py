@@ -42,6 +42,9 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any], dict[str, int]]] = [
     (TIED, {"zero_stage": 0, "schedule": "gpipe"}, {"pp": 4}),
     (TIED, {"zero_stage": 0, "max_norm": 0.01}, {"pp": 2, "tp": 2}),
     (SMALL, {"zero_stage": 1, "max_norm": None, "eps": 1e-4, "weight_decay": 0.5}, {"dp": 4}),
+    (SMALL, {"dropout": 0.3, "sequence_parallel": True, "recompute": "full"}, {"tp": 2, "dp": 2}),
+    (TIED, {"dropout": 0.1, "micro_batch": 3}, {"pp": 2, "tp": 2}),
+    (SMALL, {"dropout": 0.3, "schedule": "interleaved", "virtual_pp": 2, "recompute": "full"}, {"pp": 2, "dp": 2}),
 ]
 
 
@@ -140,7 +143,7 @@ class GivenLosses(torch.nn.Module):
         self.vocab = vocab
         self.weight = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
 
-    def forward(self, ids: torch.Tensor, h: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, h: torch.Tensor | None = None, masks: object = None) -> torch.Tensor:
         first = -torch.log(torch.expm1(ids.double()) / (self.vocab - 1))  # log(1 + (V - 1) / e^first) is the id
         return self.weight * torch.cat((first.unsqueeze(-1), torch.zeros(*ids.shape, self.vocab - 1, dtype=torch.float64)), -1)
 

@@ -19,7 +19,9 @@ from pymesh3d.commands.layouts import Row, covering_rows, every_row
 from pymesh3d.config import ModelConfig, TrainConfig
 from pymesh3d.engine import DTYPES, IGNORE_INDEX, parallelize
 from pymesh3d.mesh import Mesh, exchange_text, init_mesh
+from pymesh3d.models.dropout import Masks
 from pymesh3d.models.llama import Llama, initialize_
+from pymesh3d.ops.dropout import mask_counter
 
 STEPS = 3
 SEED = 20
@@ -105,7 +107,8 @@ def one_process(config: ModelConfig, train: TrainConfig, dtype: torch.dtype, dev
     losses, gradients = [], {}
     for step in range(STEPS):
         ids, targets = (part.to(device) for part in sample(config, train, step))
-        loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
+        masks = Masks(train.dropout, train.seed, mask_counter(step), 0, len(ids)) if train.dropout else None
+        loss = F.cross_entropy(model(ids, masks=masks).flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
         loss.backward()
         if step == 0:
             gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -196,7 +199,9 @@ def run(world: int, *, all_rows: bool, device: str, json_file: str | None) -> in
     with console.status(f"{len(rows)} layouts of {world} ranks, {dtype} on {device}") as status:
         for number, row in enumerate(rows, 1):
             train = row.train(dtype)
-            plain = TrainConfig(seq=train.seq, global_batch=train.global_batch, lr=train.lr, seed=SEED)  # all that one process has
+            plain = TrainConfig(
+                seq=train.seq, global_batch=train.global_batch, lr=train.lr, dropout=train.dropout, seed=SEED
+            )  # all that one process has
             outcomes.append(compare(row, reference(row.model, plain), dtype, device))
             gc.collect()  # an engine refers to itself; until it goes, so do its groups, each with threads and sockets
             done = f"{number} of {len(rows)} layouts of {world} ranks done"
@@ -218,9 +223,9 @@ def run(world: int, *, all_rows: bool, device: str, json_file: str | None) -> in
 
 
 def table(outcomes: list[Outcome], dtype: str) -> Table:
-    """One line a row (sp: sequence parallel, kv<tp: fewer KV heads than tp ranks, d: difference); a row that differs names a tensor."""
-    shown = Table(title="Each layout against one process", box=None, padding=(0, 1, 0, 0))  # 80 columns hold all but long names
-    for name in ("tp", "pp", "dp", "zero", "sched", "sp", "tied", "kv<tp", "rec.", "loss", "d loss", "d grads", "d param", "s", ""):
+    """One line a row (sp: sequence parallel, kv: fewer KV heads than tp ranks, d: difference); a row that differs names a tensor."""
+    shown = Table(title="Each layout against one process", box=None, padding=(0, 1, 0, 0))
+    for name in ("tp", "pp", "dp", "zero", "sched", "sp", "tied", "kv", "rec.", "drop", "loss", "d loss", "d grads", "d param", "s", ""):
         shown.add_column(name, justify="left" if name in ("sched", "") else "right", no_wrap=bool(name), overflow="fold")
     for outcome in outcomes:
         row, good = outcome.row, outcome.passed(dtype)
@@ -230,9 +235,10 @@ def table(outcomes: list[Outcome], dtype: str) -> Table:
         reasons += [] if outcome.losses_equal else ["loss differs between ranks"]
         flags = [
             str(row.zero_stage),
-            row.schedule,
+            _short(row.schedule, 7),
             *("yes" if flag else "no" for flag in (row.sequence_parallel, row.tied, row.few_kv)),
-            row.recompute,
+            _short(row.recompute, 4),
+            f"{row.dropout:g}",
         ]
         numbers = [
             f"{outcome.loss:.4f}",
@@ -242,3 +248,8 @@ def table(outcomes: list[Outcome], dtype: str) -> Table:
         verdict = "ok" if good else f"DIFFERS: {', '.join(reasons) or 'loss'}"
         shown.add_row(str(row.tp), str(row.pp), str(row.dp), *flags, *numbers, verdict, style=None if good else "bold red")
     return shown
+
+
+def _short(word: str, width: int) -> str:
+    """The word, or its beginning and a dot: the table fits into 80 columns."""
+    return word if len(word) <= width else f"{word[: width - 1]}."

@@ -24,6 +24,7 @@ class Row:
     tied: bool = False
     few_kv: bool = False
     recompute: str = "none"
+    dropout: float = 0.0
 
     @property
     def model(self) -> ModelConfig:
@@ -59,6 +60,7 @@ class Row:
             zero_stage=self.zero_stage,
             sequence_parallel=self.sequence_parallel,
             recompute=self.recompute,
+            dropout=self.dropout,
             vocab_multiple=1,
             dtype=dtype,
             lr=1e-5,
@@ -72,12 +74,16 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "sequence_parallel": (True, False),
     "tied": (False, True),
     "few_kv": (False, True),
-    "recompute": ("none", "full"),
+    "recompute": ("none", "full", "selective"),
+    "dropout": (0.0, 0.1),
 }
 
 
 def every_row(world: int) -> list[Row]:
-    """All combinations that can run on `world` ranks, leaving out choices that change nothing on their layout."""
+    """All combinations that can run on `world` ranks, leaving out choices that change nothing on their layout.
+
+    Selective recompute and dropout, which happen inside a layer, are not combined with what happens to weights alone, nor with each other.
+    """
     rows = []
     for tp, pp in itertools.product(divisors(world), repeat=2):
         if world % (tp * pp):
@@ -85,7 +91,8 @@ def every_row(world: int) -> list[Row]:
         for choice in itertools.product(*_CHOICES.values()):
             row = Row(tp=tp, pp=pp, dp=world // tp // pp, **dict(zip(_CHOICES, choice, strict=True)))
             idle = (pp == 1 and row.schedule != "1f1b") or (tp == 1 and (row.sequence_parallel or row.few_kv))
-            if not idle and _runs(row):
+            inside = (row.recompute == "selective") + (row.dropout > 0)
+            if not idle and inside * (1 + row.few_kv + (row.zero_stage == 0)) <= 1 and _runs(row):
                 rows.append(row)
     return rows
 

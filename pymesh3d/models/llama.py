@@ -7,6 +7,7 @@ H heads, G KV heads, E head width, F ffn width, V vocabulary. Sequence-major ord
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pymesh3d.config import ModelConfig
 from pymesh3d.initial import fill_
+from pymesh3d.models.dropout import Dropout, Masks
+from pymesh3d.models.recompute import computed_again
 from pymesh3d.placement import Part, placement_of
 from pymesh3d.tp.plan import Column, Norm, Row, Style, Vocab
 
@@ -74,35 +77,50 @@ class FeedForward(nn.Module):
         self.gate_up = FusedLinear(config.dim, (Part(size=config.ffn), Part(size=config.ffn)), **options)
         self.down = nn.Linear(config.ffn, config.dim, bias=False, **options)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, D] -> [T, D]."""
-        parts: tuple[int, ...] = self.gate_up.parts
-        gate, up = self.gate_up(x).split(parts, dim=-1)
-        y: torch.Tensor = self.down(F.silu(gate) * up)
+    def forward(self, x: torch.Tensor, thrifty: bool = False) -> torch.Tensor:
+        """x [T, D] -> [T, D]. `thrifty`: for backward, the input of `down` is computed again."""
+        y: torch.Tensor
+        if thrifty:
+            with computed_again(self._activate, self.gate_up(x)) as z:
+                y = self.down(z)
+        else:
+            y = self.down(self._activate(self.gate_up(x)))
         return y
+
+    def _activate(self, x: torch.Tensor) -> torch.Tensor:
+        parts: tuple[int, ...] = self.gate_up.parts
+        gate, up = x.split(parts, dim=-1)
+        return F.silu(gate) * up
 
 
 class Block(nn.Module):
     """One pre-norm transformer layer."""
 
-    def __init__(self, config: ModelConfig, **options: Any) -> None:
+    def __init__(self, config: ModelConfig, name: str, **options: Any) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps, **options)
         self.attention = Attention(config, **options)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps, **options)
         self.ffn = FeedForward(config, **options)
+        self.attention_dropout = Dropout(f"{name}.attention")
+        self.ffn_dropout = Dropout(f"{name}.ffn")
 
-    def forward(self, h: torch.Tensor, batch: int, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """h [T, D] -> [T, D]."""
-        h = h + self.attention(self.attention_norm(h), batch, rope)
-        y: torch.Tensor = h + self.ffn(self.ffn_norm(h))
+    def forward(
+        self, h: torch.Tensor, batch: int, rope: tuple[torch.Tensor, torch.Tensor], masks: Masks | None = None, thrifty: bool = False
+    ) -> torch.Tensor:
+        """h [T, D] -> [T, D]. `thrifty`: for backward, norms and activations are computed again."""
+        with computed_again(self.attention_norm, h) if thrifty else nullcontext(self.attention_norm(h)) as x:
+            h = h + self.attention_dropout(self.attention(x, batch, rope), batch, masks)
+        with computed_again(self.ffn_norm, h) if thrifty else nullcontext(self.ffn_norm(h)) as x:
+            y: torch.Tensor = h + self.ffn_dropout(self.ffn(x, thrifty), batch, masks)
         return y
 
 
 class Llama(nn.Module):
     """The whole model, or, once a pipeline has cut it, the modules of one stage (the others are None or gone; names stay).
 
-    `recompute` "full" keeps only the input of each layer and computes the rest again in backward.
+    `recompute` "full" keeps only the input of each layer and computes the rest again in backward; "selective" keeps what comes out of
+    matrix products and attention, and computes the rest again.
     """
 
     def __init__(self, config: ModelConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
@@ -111,27 +129,31 @@ class Llama(nn.Module):
         self.recompute = "none"
         options = {"device": device, "dtype": dtype}
         self.embed: nn.Module | None = nn.Embedding(config.vocab, config.dim, device=device, dtype=dtype)
-        self.layers = nn.ModuleDict({str(i): Block(config, **options) for i in range(config.layers)})
+        self.embed_dropout = Dropout("embed")
+        self.layers = nn.ModuleDict({str(i): Block(config, f"layers.{i}", **options) for i in range(config.layers)})
         self.norm: nn.Module | None = nn.RMSNorm(config.dim, eps=config.norm_eps, device=device, dtype=dtype)
         self.head: nn.Module | None = nn.Linear(config.dim, config.vocab, bias=False, device=device, dtype=dtype)
         if config.tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, ids: torch.Tensor, h: torch.Tensor | None = None, layers: range | None = None) -> torch.Tensor:
+    def forward(
+        self, ids: torch.Tensor, h: torch.Tensor | None = None, masks: Masks | None = None, *, layers: range | None = None
+    ) -> torch.Tensor:
         """Token ids [B, S] -> logits [B, S, V]. A later stage also gets h [T, D]; one before the last layer returns h.
 
-        `layers`: those of one stage where several stand here; by default all that are here.
+        `masks`: what dropout drops, of the embeddings and of what attention and feed-forward add; None: nothing. `layers`: those of one
+        stage where several stand here; by default all that are here.
         """
         batch, seq = ids.shape
         if h is None:
             assert self.embed is not None, "a stage without the embedding needs the hidden states of the one before"
-            h = self.embed(ids.t().reshape(-1))
+            h = self.embed_dropout(self.embed(ids.t().reshape(-1)), batch, masks)
         rope = rotary(seq, self.config.head_dim, self.config.rope_theta, h)
         for layer in self.layers.values() if layers is None else [self.layers[str(number)] for number in layers]:
             if self.recompute == "full" and torch.is_grad_enabled():
-                h = checkpoint(layer, h, batch, rope, use_reentrant=False, preserve_rng_state=False)
+                h = checkpoint(layer, h, batch, rope, masks, use_reentrant=False, preserve_rng_state=False)
             else:
-                h = layer(h, batch, rope)
+                h = layer(h, batch, rope, masks, self.recompute == "selective" and torch.is_grad_enabled())
         if self.norm is None or self.head is None or (layers is not None and layers.stop < self.config.layers):
             return h
         logits: torch.Tensor = self.head(self.norm(h))

@@ -15,11 +15,13 @@ from pymesh3d.schedule.actions import RECEIVES, SENDS, Action
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Microbatch:
-    """What every stage knows of one microbatch: token ids [b, S], targets [b, S], and its hidden states, which stages exchange."""
+    """What every stage knows of one microbatch: token ids [b, S], targets [b, S], its hidden states, which stages exchange, and what
+    dropout drops, if anything."""
 
     ids: torch.Tensor
     targets: torch.Tensor
     hidden: Expected
+    masks: object = None
 
 
 def run(
@@ -37,7 +39,7 @@ def run(
             match action.kind:
                 case "F":
                     h = None if stage.first else _open(links.before).take()
-                    output = stage.forward(number, batch.ids, batch.targets, h, train=train)
+                    output = stage.forward(number, batch.ids, batch.targets, h, batch.masks, train=train)
                     if stage.last:
                         loss += output
                     else:

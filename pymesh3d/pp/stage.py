@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-Module = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+Module = Callable[..., torch.Tensor]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -31,20 +31,22 @@ def keep_layers(model: nn.Module, layers: Container[int], *, first: bool, last: 
 class Stage:
     """Runs forward and backward of microbatches through one stage and keeps what backward needs in between.
 
-    `module(ids, h)` computes the stage; the last one's output goes through `loss(output, targets)`, a sum over tokens that
-    is already divided by what the whole global batch is divided by.
+    `module(ids, h, masks)` computes the stage (h: of the stage before; masks: of dropout); the last one's output goes through
+    `loss(output, targets)`, a sum over tokens that is already divided by what the whole global batch is divided by.
     """
 
     def __init__(self, module: Module, *, first: bool, last: bool, loss: Loss) -> None:
         self.module, self.first, self.last, self._loss = module, first, last, loss
         self._in_flight: dict[int, tuple[torch.Tensor | None, torch.Tensor | GradientEdge]] = {}
 
-    def forward(self, microbatch: int, ids: torch.Tensor, targets: torch.Tensor, h: torch.Tensor | None, *, train: bool) -> torch.Tensor:
+    def forward(
+        self, microbatch: int, ids: torch.Tensor, targets: torch.Tensor, h: torch.Tensor | None, masks: object = None, *, train: bool
+    ) -> torch.Tensor:
         """The hidden states for the next stage, or the loss on the last."""
         if train and h is not None:
             h.requires_grad_()
         with torch.set_grad_enabled(train):
-            output = self.module(ids, h)
+            output = self.module(ids, h, masks)
             if self.last:
                 output = self._loss(output, targets)
         if train:  # the graph's end is enough for backward: the output itself may go once it has been sent

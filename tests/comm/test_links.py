@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 from collections.abc import Callable
@@ -38,9 +37,8 @@ class End:
     """This rank's end of a link between ranks 0 and 1, and what the library can do besides."""
 
     def __init__(self, library: str) -> None:
-        self.stub = ctypes.CDLL(library)
-        self._driver_function("cuCtxSetCurrent")(1)
-        self._synchronize = self._driver_function("cuStreamSynchronize")
+        self.machine = stub.Machine(library)
+        self.machine.use_context()
         self.libraries = native.libraries(cuda=library, nccl=library)
         self.rank = dist.get_rank()
         self._scratch = torch.zeros(1, dtype=torch.uint8)
@@ -54,14 +52,9 @@ class End:
         unique = bytes.fromhex(exchange_text(self.libraries[1].unique_id().hex(), CPU)[0])
         return native._C.Link(*self.libraries, unique, self.rank, self._scratch.data_ptr(), timeout=20.0)
 
-    def _driver_function(self, name: str) -> Any:
-        address = ctypes.c_void_p()
-        assert self.stub.cuGetProcAddress(name.encode(), ctypes.byref(address), 12000, ctypes.c_uint64(0)) == 0
-        return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(address.value)
-
     def synchronize(self) -> None:
         """Wait for the stream that computes: only then are tensors on the CPU what they are for that stream."""
-        self._synchronize(0)
+        self.machine.synchronize(0)
 
     def close(self) -> None:
         self.synchronize()
@@ -71,7 +64,7 @@ class End:
 def many_sends(library: str) -> tuple[list[tuple[float, float, int]], int]:
     """Both sides send many tensors, free each at once and overwrite the memory; (smallest, largest value, numbers) of what came."""
     end = End(library)
-    end.stub.stub_delay(3000, 5 + end.rank)
+    end.machine.delay(3000, 5 + end.rank)
     received = []
     for n in range(COUNT):
         tensor = torch.full((NUMBERS + n,), 1000.0 * end.rank + n, dtype=torch.float64)
@@ -194,13 +187,13 @@ def failing_calls(library: str) -> list[str] | list[float]:
         received = end.link.take()
         end.close()
         return received.tolist()
-    end.stub.stub_fail(b"ncclSend", 1)
+    end.machine.fail("ncclSend")
     texts = [text_of(lambda: end.link.send(torch.tensor([8.0]), 2, expected))]
     end.link.send(torch.tensor([9.0]), 3, expected)
     kept = end.link._posted[0]
-    end.stub.stub_fail(b"cuStreamWaitEvent", 1)
+    end.machine.fail("cuStreamWaitEvent")
     texts.append(text_of(end.link.take))
-    end.stub.stub_fail(b"cuStreamWaitEvent", 1)
+    end.machine.fail("cuStreamWaitEvent")
     texts.append(text_of(end.link.flush))
     end.native.join(1, 0)
     end.close()
@@ -227,7 +220,7 @@ def calls_that_hang(library: str) -> dict[str, int]:
 
     def hang(function: str, name: str, call: Callable[[], object]) -> None:
         if end.rank == 0:
-            end.stub.stub_hang(function.encode(), int(1000 * HANGS))
+            end.machine.hang(function, int(1000 * HANGS))
             ticks[name] = ticks_while(call, seconds=0.9 * HANGS)
         else:
             call()

@@ -133,7 +133,7 @@ class Unit(torch.nn.Module):
         super().__init__()
         self.w = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
 
-    def forward(self, ids: torch.Tensor, h: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, h: torch.Tensor | None, masks: object = None) -> torch.Tensor:
         return self.w * (torch.ones(ids.shape, dtype=torch.float64) if h is None else h)
 
 

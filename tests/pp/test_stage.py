@@ -35,7 +35,7 @@ class Scale(torch.nn.Module):
         super().__init__()
         self.w = torch.nn.Parameter(torch.tensor(w))
 
-    def forward(self, ids: torch.Tensor, h: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, h: torch.Tensor | None, masks: object = None) -> torch.Tensor:
         return self.w * (ids if h is None else h)
 
 

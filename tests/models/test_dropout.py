@@ -1,0 +1,94 @@
+"""Dropout in the model that trains: C14, and that each step draws anew, evaluation nothing, and a resumed run what it would have drawn.
+
+That every layout has the masks of one process is seen in tests/test_engine.py and by `pymesh3d check`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pymesh3d.config import RECOMPUTE
+from pymesh3d.engine import Engine, parallelize
+from pymesh3d.mesh import init_mesh
+from pymesh3d.models.dropout import Dropout, Masks
+from pymesh3d.models.llama import Llama
+from tests.plain import FLOAT64, SMALL, batch_of, share
+
+Ranks = Callable[..., list[Any]]
+BATCH = batch_of(8, 8, valid=37, seed=1)
+
+
+def engine_with(sizes: dict[str, int], **changes: Any) -> Engine:
+    train = dataclasses.replace(FLOAT64, **{"dropout": 0.3, "sequence_parallel": sizes.get("tp", 1) > 1, **changes})
+    return parallelize(Llama(SMALL, device="meta"), init_mesh(device="cpu", **sizes), train)
+
+
+def gradients_of(recompute: str, dropout: float, sizes: dict[str, int]) -> tuple[dict[str, torch.Tensor], bool]:
+    """(gradients of a step, whether torch's generator is as before)."""
+    engine = engine_with(sizes, recompute=recompute, dropout=dropout)
+    before = torch.get_rng_state()
+    engine.forward_backward(share(BATCH, engine))
+    found = dict(engine.whole_gradients())
+    engine.mesh.close()
+    return found, torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"pp": 2}])
+def test_recompute_draws_the_same_masks(ranks: Ranks, sizes: dict[str, int]) -> None:
+    """C14: bit by bit, and torch's generators have no part in it."""
+    world = max([1, *sizes.values()])
+    none, *others = [ranks(world, gradients_of, recompute, 0.3, sizes) for recompute in RECOMPUTE]
+    without = ranks(world, gradients_of, "none", 0.0, sizes)
+    for rank in range(world):
+        gradients, untouched = none[rank]
+        assert untouched
+        for other, still_untouched in (run[rank] for run in others):
+            assert still_untouched and other.keys() == gradients.keys()
+            assert all(torch.equal(other[name], gradients[name]) for name in gradients)
+        assert not any(torch.equal(without[rank][0][name], gradients[name]) for name in gradients)
+
+
+def steps_of() -> dict[str, float | list[float]]:
+    engine = engine_with({}, lr=0.0, weight_decay=0.0)
+    found: dict[str, float | list[float]] = {"evaluation": [engine.eval_step(BATCH)]}
+    found["first step"] = [engine.forward_backward(BATCH)[0] for _ in range(2)]
+    engine.optimizer_step()
+    state = engine.state()
+    found["second step"] = [engine.forward_backward(BATCH)[0]]
+    found["evaluation"] += [engine.eval_step(BATCH)]  # type: ignore[operator]
+    engine.mesh.close()
+    other = engine_with({}, lr=0.0, weight_decay=0.0)
+    other.load_state(state)
+    found["resumed"] = [other.forward_backward(BATCH)[0]]
+    other.mesh.close()
+    plain = engine_with({}, dropout=0.0)
+    found["without"] = [plain.forward_backward(BATCH)[0]]
+    plain.mesh.close()
+    return found
+
+
+def test_each_step_draws_anew_and_a_resumed_run_goes_on(ranks: Ranks) -> None:
+    (found,) = ranks(1, steps_of)
+    first, again = found["first step"]
+    assert len({first, again, *found["second step"], *found["without"]}) == 4, "the weights are the same, the masks are not"
+    assert found["resumed"] == found["second step"]
+    assert found["evaluation"] == found["without"] * 2
+
+
+def test_what_is_dropped() -> None:
+    """Each place has masks of its own; p of the elements are 0, the others are scaled; samples of a part are those of the whole."""
+    h = torch.ones(64 * 6, 32, dtype=torch.float64)  # sequences of 64 tokens, 6 samples
+    masks = Masks(0.25, 3, 7, 0, 6)
+    whole = Dropout("layers.0.ffn")(h, 6, masks)
+    assert set(whole.unique().tolist()) == {0.0, 65536 / (65536 - 16384)}
+    assert abs(whole.mean().item() - 1.0) < 0.02
+    assert not torch.equal(whole, Dropout("layers.1.ffn")(h, 6, masks))
+    assert not torch.equal(whole, Dropout("layers.0.ffn")(h, 6, masks._replace(seed=4)))
+    late = Dropout("layers.0.ffn")(h[: 16 * 2], 2, masks._replace(first=3, position=48))  # the last 16 tokens of samples 3 and 4
+    assert torch.equal(late.view(16, 2, 32), whole.view(64, 6, 32)[48:, 3:5])
+    assert Dropout("layers.0.ffn")(h, 6, None) is h
