@@ -44,7 +44,7 @@ std::unique_ptr<Link> make_link(std::shared_ptr<const Gpu> gpu, std::shared_ptr<
   return std::make_unique<Link>(std::move(gpu), std::move(nccl), unique, rank, Piece{scratch, 1}, NcclOptions{min_ctas, max_ctas, timeout});
 }
 
-std::uint64_t transfer(Link& link, std::uintptr_t sent, std::size_t sent_bytes, std::uintptr_t received, std::size_t received_bytes, Stream stream) {
+std::pair<std::uint64_t, std::uint64_t> transfer(Link& link, std::uintptr_t sent, std::size_t sent_bytes, std::uintptr_t received, std::size_t received_bytes, Stream stream) {
   const py::gil_scoped_release released;
   return link.transfer({sent, sent_bytes}, {received, received_bytes}, stream);
 }
@@ -77,7 +77,7 @@ PYBIND11_MODULE(_C, module) {
            py::arg("min_ctas") = 0, py::arg("max_ctas") = 0, py::arg("timeout") = 300.0)
       .def("transfer", &transfer, py::arg("sent"), py::arg("sent_bytes"), py::arg("received"), py::arg("received_bytes"), py::arg("stream"))
       .def("join", &Link::join, py::arg("number"), py::arg("stream"), NoGil())
-      .def("finished", &Link::finished, NoGil())
+      .def("finished", &Link::finished)
       .def("check", &Link::check, NoGil())
       .def("abort", &Link::abort, py::arg("seconds"), NoGil())
       .def("close", &Link::close, NoGil());

@@ -47,7 +47,7 @@ Link::~Link() {
   if (*finished_ == started_) gpu_->destroy_counter(finished_);  // else that might wait for ever, and the stream may still write there
 }
 
-std::uint64_t Link::transfer(Piece sent, Piece received, Stream stream) {
+std::pair<std::uint64_t, std::uint64_t> Link::transfer(Piece sent, Piece received, Stream stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
   retire();
   if (unused_.empty()) unused_.push_back(gpu_->create_event());
@@ -66,7 +66,7 @@ std::uint64_t Link::transfer(Piece sent, Piece received, Stream stream) {
   gpu_->record(event, stream_);
   unused_.pop_back();
   pending_.push_back(event);
-  return number;
+  return {number, done_};
 }
 
 void Link::join(std::uint64_t number, Stream stream) {

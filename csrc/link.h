@@ -10,6 +10,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "gpu.h"
@@ -33,8 +34,8 @@ class Link {
   Link& operator=(const Link&) = delete;
 
   // Sends one piece and receives the other (either may be empty) after all that is enqueued on `stream` by now. Returns the transfer's
-  // number, from 1.
-  std::uint64_t transfer(Piece sent, Piece received, Stream stream);
+  // number, from 1, and how many have finished before it.
+  std::pair<std::uint64_t, std::uint64_t> transfer(Piece sent, Piece received, Stream stream);
 
   // What is enqueued on `stream` from now on runs after the transfer. The host does not wait.
   void join(std::uint64_t number, Stream stream);

@@ -89,9 +89,9 @@ struct End {
   End(const Machine& machine, int rank, const NcclOptions& options = {0, 0, soon})
       : computing(machine), link(machine.gpu, machine.nccl, machine.id, rank, {piece(scratch).data, 1}, options) {}
 
-  std::uint64_t exchange(const Numbers& sent, Numbers& received) { return link.transfer(piece(sent), piece(received), computing.stream); }
-  std::uint64_t send(const Numbers& sent) { return link.transfer(piece(sent), {}, computing.stream); }
-  std::uint64_t receive(Numbers& received) { return link.transfer({}, piece(received), computing.stream); }
+  std::uint64_t exchange(const Numbers& sent, Numbers& received) { return link.transfer(piece(sent), piece(received), computing.stream).first; }
+  std::uint64_t send(const Numbers& sent) { return link.transfer(piece(sent), {}, computing.stream).first; }
+  std::uint64_t receive(Numbers& received) { return link.transfer({}, piece(received), computing.stream).first; }
 
   void wait_for(std::uint64_t number) {
     while (link.finished() < number) std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from pymesh3d import __version__
 from pymesh3d.bench import dropout, p2p, philox
+from pymesh3d.bench import model as bench_model
 from pymesh3d.bench import train as bench_train
 from pymesh3d.commands import check, draw, env, train
 from pymesh3d.commands.files import require_writable
@@ -32,7 +33,7 @@ from pymesh3d.launch import is_child, launch, watch_parent
 from pymesh3d.rendezvous import agent_store, world_size
 from pymesh3d.schedule import SCHEDULES as DRAWN
 
-BENCHMARKS = {"dropout": dropout.main, "p2p": p2p.main, "philox": philox.main, "train": bench_train.main}
+BENCHMARKS = {"dropout": dropout.main, "model": bench_model.main, "p2p": p2p.main, "philox": philox.main, "train": bench_train.main}
 RANKS_OF_A_CORE = 32  # at most: more than that is a slip of the pen
 NOT_YET = {  # option: what it can be, what it cannot be yet, and what to do instead
     "schedule": (SCHEDULES, "gpipe, 1f1b and interleaved are here; zero-bubble schedules are not available yet", "Use --schedule 1f1b"),
@@ -100,7 +101,8 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "name",
         choices=BENCHMARKS,
-        help="dropout: the kernel that zeroes at random; p2p: sends and receives between stages; "
+        help="dropout: the kernel that zeroes at random; model: training steps of a 1B model on the layouts of the GPUs here, and where their "
+        "time goes; p2p: sends and receives between stages; "
         "philox: the kernel that makes random numbers; train: the loss curves and speed of every layout of the GPUs here",
     )
     bench.add_argument("--json", type=_name, metavar="FILE", help="write the results as JSON")

@@ -10,7 +10,7 @@ import datetime
 import time
 import warnings
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -57,9 +57,7 @@ class Axis:
 
 class named:
     """`with named(operation, axis)`: what torch.distributed raises inside becomes a DistributedError that says who waited for whom, and
-    how long. A class, because it stands around every send: a generator would cost 3 us of the host more."""
-
-    __slots__ = ("_axis", "_began", "_operation")
+    how long."""
 
     def __init__(self, operation: str, axis: Axis) -> None:
         self._operation, self._axis = operation, axis
@@ -68,16 +66,20 @@ class named:
         self._began = time.monotonic()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if not isinstance(error, RuntimeError) or isinstance(error, DistributedError | torch.OutOfMemoryError | torch.AcceleratorError):
-            return  # it has its own words, or no peer is to blame
-        axis = self._axis
-        peers = [rank for rank in axis.ranks if rank != axis.ranks[axis.rank]]
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DistributedError(
-            f"rank {axis.ranks[axis.rank]}: {self._operation} over axis {axis.name} with ranks {peers} failed "
-            f"after {time.monotonic() - self._began:.1f} s: "
-            f"{reason}. One of these ranks has probably stopped; its own output says why"
-        ) from error
+        if isinstance(error, RuntimeError):
+            raise_named(error, self._operation, self._axis, time.monotonic() - self._began)
+
+
+def raise_named(error: RuntimeError, operation: str, axis: Axis, seconds: float = 0.0) -> NoReturn:
+    """Raise a DistributedError that says who waited for whom, and how long, or `error` itself where no peer is to blame."""
+    if isinstance(error, DistributedError | torch.OutOfMemoryError | torch.AcceleratorError):
+        raise error
+    peers = [rank for rank in axis.ranks if rank != axis.ranks[axis.rank]]
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    raise DistributedError(
+        f"rank {axis.ranks[axis.rank]}: {operation} over axis {axis.name} with ranks {peers} failed after {seconds:.1f} s: "
+        f"{reason}. One of these ranks has probably stopped; its own output says why"
+    ) from error
 
 
 class Watched(Protocol):
@@ -160,7 +162,10 @@ class Mesh:
         return np.moveaxis(self.ranks, where, -1).reshape(-1, self.ranks.shape[where])
 
     def new_lines(self, name: str, lines: Sequence[Sequence[int]]) -> list[Axis]:
-        """A process group for each line of ranks; every rank of the mesh must call with the same. Returns those with this rank."""
+        """A process group for each line of ranks; every rank of the mesh must call with the same. Returns those with this rank.
+
+        On GPUs each is used once: NCCL connects its ranks then, and not in the middle of a step, where kernels already wait for peers.
+        """
         mine = []
         for ranks in lines:
             with named(f"connecting the {name} groups", self.all):
@@ -168,6 +173,10 @@ class Mesh:
             if self.rank in ranks:
                 mine.append(Axis(name, list(ranks).index(self.rank), tuple(ranks), group))
         self._lines += mine
+        for axis in mine:
+            if self.device.type == "cuda" and axis.size > 1:
+                with named(f"connecting the {name} group", axis):
+                    dist.all_reduce(torch.zeros(1, device=self.device), group=axis.group)
         return mine
 
     def links(self) -> dict[str, str]:

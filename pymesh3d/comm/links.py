@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
-from pymesh3d.mesh import Axis, named
+from pymesh3d.mesh import Axis, named, raise_named
 
 if TYPE_CHECKING:
     from pymesh3d._C import Link as NativeLink
@@ -120,37 +120,45 @@ class NcclLink:
         self._sent: collections.deque[tuple[int, torch.Tensor, int]] = collections.deque()
         self._posted: collections.deque[tuple[int, torch.Tensor, int]] = collections.deque()
 
+    # All that is done here costs the host time on every message: no context managers, and texts are made when they are needed.
+
     def send(self, tensor: torch.Tensor, microbatch: int, then: Expected | None = None) -> None:
         tensor = tensor.contiguous()
-        memory = None if then is None else then.memory(self._device)
-        into = (0, 0) if memory is None else (memory.data_ptr(), memory.nbytes)
-        with named(f"send of {self._sends} of microbatch {microbatch}", self._line):
-            number = self._native.transfer(tensor.data_ptr(), tensor.nbytes, *into, self._stream())
-            finished = self._native.finished()
-        self._sent.append((number, tensor, microbatch))
-        while self._sent[0][0] <= finished < number:
-            self._sent.popleft()
-        if then is not None and memory is not None:
-            self._posted.append((number, memory, then.microbatch))
+        try:
+            if then is None:
+                number, finished = self._native.transfer(tensor.data_ptr(), tensor.nbytes, 0, 0, self._stream())
+            else:
+                memory = then.memory(self._device)
+                number, finished = self._native.transfer(tensor.data_ptr(), tensor.nbytes, memory.data_ptr(), memory.nbytes, self._stream())
+                self._posted.append((number, memory, then.microbatch))
+        except RuntimeError as error:
+            raise_named(error, f"send of {self._sends} of microbatch {microbatch}", self._line)
+        sent = self._sent
+        sent.append((number, tensor, microbatch))
+        while sent[0][0] <= finished:  # this one is not among them yet
+            sent.popleft()
 
     def post(self, expected: Expected) -> None:
         memory = expected.memory(self._device)
-        with self._receiving(expected.microbatch):
-            number = self._native.transfer(0, 0, memory.data_ptr(), memory.nbytes, self._stream())
+        try:
+            number, _ = self._native.transfer(0, 0, memory.data_ptr(), memory.nbytes, self._stream())
+        except RuntimeError as error:
+            raise_named(error, f"receive of {self._receives} of microbatch {expected.microbatch}", self._line)
         self._posted.append((number, memory, expected.microbatch))
 
     def take(self) -> torch.Tensor:
         number, tensor, microbatch = self._posted.popleft()
-        with self._receiving(microbatch):
+        try:
             self._native.join(number, self._stream())
+        except RuntimeError as error:
+            raise_named(error, f"receive of {self._receives} of microbatch {microbatch}", self._line)
         return tensor
 
     def flush(self) -> None:
         if self._sent:
             number, _, microbatch = self._sent[-1]
-            with named(f"send of {self._sends} of microbatch {microbatch}", self._line):
+            try:
                 self._native.join(number, self._stream())
+            except RuntimeError as error:
+                raise_named(error, f"send of {self._sends} of microbatch {microbatch}", self._line)
             self._sent.clear()  # memory that is freed from here on is used again only behind the join
-
-    def _receiving(self, microbatch: int) -> named:
-        return named(f"receive of {self._receives} of microbatch {microbatch}", self._line)

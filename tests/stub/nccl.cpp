@@ -68,6 +68,7 @@ struct World {
   std::map<void*, std::shared_ptr<Stream>> streams;
   std::map<void*, Position> events;
   std::map<void*, std::shared_ptr<Comm>> comms;
+  std::set<void*> host_memory;  // the driver's: what is not given back ends with the process
   std::uintptr_t last_handle = 0x1000;  // no handle is used twice, so that a late call is noticed
   std::map<std::string, milliseconds> hanging;
   std::map<std::string, int> failing;
@@ -250,9 +251,18 @@ Status event_query(void* event) {
 
 // Counters.
 
-Status host_alloc(void** memory, std::size_t bytes, unsigned) { return *memory = std::malloc(bytes), success; }
+Status host_alloc(void** memory, std::size_t bytes, unsigned) {
+  const Held held(lock);
+  world.host_memory.insert(*memory = std::malloc(bytes));
+  return success;
+}
 
-Status host_free(void* memory) { return std::free(memory), success; }
+Status host_free(void* memory) {
+  const Held held(lock);
+  if (!world.host_memory.erase(memory)) die("host memory that does not exist, or no longer");
+  std::free(memory);
+  return success;
+}
 
 Status stream_write(void* stream, std::uint64_t address, std::uint64_t value, unsigned) {
   if (told_to_fail("cuStreamWriteValue64")) return launch_failed;
