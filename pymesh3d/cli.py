@@ -101,9 +101,9 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "name",
         choices=BENCHMARKS,
-        help="dropout: the kernel that zeroes at random; model: training steps of a 1B model on the layouts of the GPUs here, and where their "
-        "time goes; p2p: sends and receives between stages; "
-        "philox: the kernel that makes random numbers; train: the loss curves and speed of every layout of the GPUs here",
+        help="dropout: the kernel that zeroes at random; model: steps of a 1B model on the layouts of the GPUs here, and where their time "
+        "goes; p2p: sends and receives between stages; philox: the kernel that makes random numbers; train: the loss curves and speed of "
+        "every layout of the GPUs here",
     )
     bench.add_argument("--json", type=_name, metavar="FILE", help="write the results as JSON")
     here = commands.add_parser("env", help="what this machine has, what is missing, and what runs instead")
