@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import time
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -23,17 +25,33 @@ from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.rendezvous import join, number_from_environment, world_size
 from pymesh3d.topology import Topology, host_name, nvidia_links, physical_device
 
+_axes: weakref.WeakValueDictionary[str, Axis] = weakref.WeakValueDictionary()
+_axis_numbers = itertools.count()
+
 TEXT_MARK = 0x7465_7874  # upper half of the lengths that `exchange_text` sends, so that nothing else is taken for one
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Axis:
-    """One rank's view of one mesh axis: its coordinate, the axis' size, and the ranks it talks to along it."""
+    """One rank's view of one mesh axis: its coordinate, the axis' size, and the ranks it talks to along it.
+
+    `key`: a text that stands for it where only texts may stand, as in operators; `Axis.by_key` finds it.
+    """
 
     name: str
     rank: int
     ranks: tuple[int, ...]
     group: dist.ProcessGroup
+    key: str = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", f"{self.name} {next(_axis_numbers)}")
+        _axes[self.key] = self
+
+    @staticmethod
+    def by_key(key: str) -> Axis:
+        """The axis whose `key` this is."""
+        return _axes[key]
 
     @property
     def size(self) -> int:

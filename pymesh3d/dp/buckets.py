@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
+from pymesh3d.ops.accumulate import attach_buffer
 from pymesh3d.placement import place, placement_of
 
 ALIGN = 64  # elements; every parameter starts on a 128-byte boundary in bf16
@@ -47,7 +48,7 @@ class Bucket:
                 view = self.weights[slot.start : slot.stop].view_as(slot.parameter)
                 view.copy_(slot.parameter)
                 slot.parameter.data = view
-                slot.parameter.main_grad = self.grads[slot.start : slot.stop].view_as(slot.parameter)  # type: ignore[attr-defined]
+                attach_buffer(slot.parameter, self.grads[slot.start : slot.stop].view_as(slot.parameter))
         self._versions = [slot.parameter._version for slot in self.slots]  # autograd counts what is written in place
 
     def written(self) -> list[Slot]:

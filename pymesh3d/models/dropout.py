@@ -26,17 +26,15 @@ class Masks(NamedTuple):
 
 
 class Dropout(nn.Module):
-    """Zeroes elements of h [T, D], sequence-major, at random and scales the others up; without masks it changes nothing."""
+    """Zeroes elements of h [T, D], sequence-major, at random and scales the others up."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name  # in the whole model: it makes the masks of each place its own
 
     @torch.compiler.disable  # what changes with every microbatch is no constant to compile for
-    def forward(self, h: torch.Tensor, batch: int, masks: Masks | None) -> torch.Tensor:
+    def forward(self, h: torch.Tensor, batch: int, masks: Masks) -> torch.Tensor:
         """h [T, D] -> [T, D], where T is this rank's part of the sequence times the `batch` samples of the microbatch."""
-        if masks is None:
-            return h
         width = h.shape[-1]
         key = module_key(masks.seed, self.name)
         rows = h.reshape(-1, batch * width)

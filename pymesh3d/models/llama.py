@@ -110,10 +110,11 @@ class Block(nn.Module):
     ) -> torch.Tensor:
         """h [T, D] -> [T, D]. `thrifty`: for backward, norms and activations are computed again."""
         with computed_again(self.attention_norm, h) if thrifty else nullcontext(self.attention_norm(h)) as x:
-            h = h + self.attention_dropout(self.attention(x, batch, rope), batch, masks)
+            y: torch.Tensor = self.attention(x, batch, rope)
+        h = h + (y if masks is None else self.attention_dropout(y, batch, masks))
         with computed_again(self.ffn_norm, h) if thrifty else nullcontext(self.ffn_norm(h)) as x:
-            y: torch.Tensor = h + self.ffn_dropout(self.ffn(x, thrifty), batch, masks)
-        return y
+            y = self.ffn(x, thrifty)
+        return h + (y if masks is None else self.ffn_dropout(y, batch, masks))
 
 
 class Llama(nn.Module):
@@ -147,7 +148,8 @@ class Llama(nn.Module):
         batch, seq = ids.shape
         if h is None:
             assert self.embed is not None, "a stage without the embedding needs the hidden states of the one before"
-            h = self.embed_dropout(self.embed(ids.t().reshape(-1)), batch, masks)
+            h = self.embed(ids.t().reshape(-1))
+            h = h if masks is None else self.embed_dropout(h, batch, masks)
         rope = rotary(seq, self.config.head_dim, self.config.rope_theta, h)
         for layer in self.layers.values() if layers is None else [self.layers[str(number)] for number in layers]:
             if self.recompute == "full" and torch.is_grad_enabled():

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
+
 import torch
 
+_buffers: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
-def add_weight_grad(weight: torch.Tensor, grad_out: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-    """Add grad_out^T x ([T, N]^T [T, K] -> [N, K]) to `weight.main_grad` and return None; return it where there is no buffer."""
-    buffer: torch.Tensor | None = getattr(weight, "main_grad", None)
+
+def attach_buffer(parameter: torch.nn.Parameter, buffer: torch.Tensor) -> None:
+    """Let gradients of `parameter` be added to `buffer`, its `main_grad` from now on.
+
+    `main_grad_handle` stands for the buffer in compiled graphs: autograd refuses to go on where a tensor that a graph has kept has
+    changed, and the buffer does with every microbatch.
+    """
+    handle = next(_numbers)
+    _buffers[handle] = buffer
+    parameter.main_grad = buffer  # type: ignore[attr-defined]
+    parameter.main_grad_handle = torch.tensor(handle)  # type: ignore[attr-defined]
+
+
+def buffer_of(handle: torch.Tensor | None) -> torch.Tensor | None:
+    """The buffer for which a handle stands."""
+    return None if handle is None else _buffers[int(handle)]
+
+
+def add_weight_grad(buffer: torch.Tensor | None, grad_out: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+    """Add grad_out^T x ([T, N]^T [T, K] -> [N, K]) to `buffer` and return None; return it where there is no buffer."""
     if buffer is None:
         return grad_out.t().mm(x)
     if buffer.dtype == x.dtype:
@@ -19,10 +41,9 @@ def add_weight_grad(weight: torch.Tensor, grad_out: torch.Tensor, x: torch.Tenso
     return None
 
 
-def add_grad(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
-    """Add `grad` to `parameter.main_grad` and return None; return it where there is no buffer."""
-    buffer: torch.Tensor | None = getattr(parameter, "main_grad", None)
+def add_grad(buffer: torch.Tensor | None, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """Add `grad` to `buffer` and return None; return it, in `dtype`, where there is no buffer."""
     if buffer is None:
-        return grad.to(parameter.dtype)
+        return grad.to(dtype)
     buffer.add_(grad)
     return None

@@ -91,4 +91,3 @@ def test_what_is_dropped() -> None:
     assert not torch.equal(whole, Dropout("layers.0.ffn")(h, 6, masks._replace(seed=4)))
     late = Dropout("layers.0.ffn")(h[: 16 * 2], 2, masks._replace(first=3, position=48))  # the last 16 tokens of samples 3 and 4
     assert torch.equal(late.view(16, 2, 32), whole.view(64, 6, 32)[48:, 3:5])
-    assert Dropout("layers.0.ffn")(h, 6, None) is h

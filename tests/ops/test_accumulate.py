@@ -82,6 +82,6 @@ def test_on_a_gpu_bf16_operands_reach_the_fp32_buffer_unrounded() -> None:
     grad_y, x = (torch.randn(512, n, generator=generator, device="cuda").bfloat16() for n in (192, 320))
     weight = nn.Parameter(torch.zeros(192, 320, device="cuda", dtype=torch.bfloat16))
     weight.main_grad = torch.full((192, 320), 3.0, device="cuda")
-    assert add_weight_grad(weight, grad_y, x) is None
+    assert add_weight_grad(weight.main_grad, grad_y, x) is None
     exact = 3.0 + grad_y.double().t() @ x.double()
     assert (weight.main_grad - exact).abs().max() / exact.abs().max() < 1e-6  # bf16 anywhere on the way would leave 2e-3

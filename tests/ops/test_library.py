@@ -1,0 +1,102 @@
+"""The operators of compiled graphs do what the layers do outside of them, and a compiled layer is one graph."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pymesh3d.engine import parallelize
+from pymesh3d.mesh import Axis, init_mesh
+from pymesh3d.models.llama import Llama
+from pymesh3d.ops import library
+from pymesh3d.ops.accumulate import attach_buffer
+from pymesh3d.tp.layers import ColumnParallelLinear, RowParallelLinear
+from tests.plain import FLOAT64, SMALL, batch_of, share
+
+Ranks = Callable[..., list[Any]]
+DOUBLE = torch.float64
+ALONE = Axis("tp", 0, (0,), None)  # type: ignore[arg-type]
+FULLGRAPH = {"fullgraph": True, "backend": "aot_eager"}  # a graph break is an error
+
+
+class Pair(nn.Module):
+    """A column-parallel layer and the row-parallel one behind it."""
+
+    def __init__(self, mesh: Any, sequence_parallel: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        first, second = nn.Linear(6, 8, dtype=DOUBLE), nn.Linear(8, 6, dtype=DOUBLE)
+        self.first = ColumnParallelLinear.from_linear(first, sequence_parallel=sequence_parallel, mesh=mesh)
+        self.second = RowParallelLinear.from_linear(second, sequence_parallel=sequence_parallel, mesh=mesh)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.second(torch.tanh(self.first(x)))
+        return y
+
+
+def both_ways(sequence_parallel: bool, buffers: bool, shape: tuple[int, ...]) -> list[list[torch.Tensor]]:
+    """Eager and compiled: outputs, gradients of the input and of the parameters, of three microbatches in flight at a time."""
+    mesh = init_mesh(tp=-1, dp=1, device="cpu")
+    found = []
+    for compiled in (False, True):
+        pair = Pair(mesh, sequence_parallel)
+        if buffers:
+            for parameter in pair.parameters():
+                attach_buffer(parameter, torch.full_like(parameter, 0.5))
+        run = torch.compile(pair, **FULLGRAPH) if compiled else pair
+        generator = torch.Generator().manual_seed(1 + (mesh.rank if sequence_parallel else 0))
+        inputs = [torch.randn(shape, dtype=DOUBLE, generator=generator).requires_grad_() for _ in range(3)]
+        outputs = [run(x) for x in inputs]
+        for output in outputs:
+            (output * torch.arange(output.numel(), dtype=DOUBLE).view(shape)).sum().backward()
+        parameters = [p.main_grad if buffers else p.grad for p in pair.parameters()]  # type: ignore[attr-defined]
+        assert not buffers or all(p.grad is None for p in pair.parameters())
+        found.append([t.detach().clone() for t in (*outputs, *(x.grad for x in inputs), *parameters)])
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize(("world", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_compiled_layers_compute_what_eager_ones_do(ranks: Ranks, world: int, sequence_parallel: bool, buffers: bool) -> None:
+    for eager, compiled in ranks(world, both_ways, sequence_parallel, buffers, (3, 4, 6)):  # 3 sequences of 4 tokens, or of a share of 8
+        assert len(eager) == 10
+        for one, other in zip(eager, compiled, strict=True):
+            assert torch.allclose(one, other, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("operator", [library.column_linear, library.row_linear])
+@pytest.mark.parametrize("shape", [(6,), (4, 6), (2, 4, 6)])
+def test_operators_are_what_they_say(operator: Any, shape: tuple[int, ...]) -> None:
+    """Shapes, gradients and what is changed, as torch checks them."""
+    x = torch.randn(shape, dtype=DOUBLE, requires_grad=True)
+    weight, bias = nn.Parameter(torch.randn(8, 6, dtype=DOUBLE)), nn.Parameter(torch.randn(8, dtype=DOUBLE))
+    torch.library.opcheck(operator, (x, weight, bias, None, None, ALONE.key, False))
+    torch.library.opcheck(operator, (x, weight, None, None, None, ALONE.key, False))
+
+
+def block_by_block(sizes: dict[str, int]) -> tuple[list[float], list[float]]:
+    """Losses of two steps, eager and with each layer compiled as one graph."""
+    losses = []
+    for compiled in (False, True):
+        mesh = init_mesh(device="cpu", **sizes)
+        engine = parallelize(
+            Llama(SMALL, device="meta"), mesh, dataclasses.replace(FLOAT64, micro_batch=1, sequence_parallel=mesh.tp.size > 1)
+        )
+        if compiled:
+            for layer in engine.model.layers.values():
+                layer.compile(**FULLGRAPH)
+        losses.append([engine.train_step(share(batch_of(8, 8, seed=seed), engine)).loss for seed in range(2)])
+        mesh.close()
+    return losses[0], losses[1]
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 1, "dp": 1}, {"tp": 2}, {"pp": 2}])
+def test_a_compiled_layer_of_the_model_is_one_graph(ranks: Ranks, sizes: dict[str, int]) -> None:
+    for eager, compiled in ranks(max(sizes.values()), block_by_block, sizes):
+        assert compiled == pytest.approx(eager, rel=1e-13)
