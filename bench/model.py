@@ -35,6 +35,7 @@ WARM, TIMED = 4, 8
 SEQUENCES = 8  # in a step, for each rank of the mesh
 LENGTH = {"cuda": 4096, "cpu": 32}
 KINDS = {  # of kernels, by what their names contain; the first that fits counts
+    "compiled": ("triton_",),  # their names hold those of all operators that were fused
     "communication": ("nccl",),
     "attention": ("flash", "fmha", "sdpa", "attention"),
     "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "splitk"),
@@ -131,7 +132,7 @@ def shares(engine: Engine, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str
     """By kind of kernel, the share of a step's time on this rank."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         seconds = step_time(engine, batch)
-    kernels = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    kernels = [event for event in profiler.events() if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
     found = dict.fromkeys((*KINDS, "other"), 0.0)
     for kernel in kernels:
         found[kind_of(kernel.name)] += kernel.time_range.elapsed_us()

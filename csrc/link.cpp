@@ -26,10 +26,11 @@ Link::Link(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, con
     const auto began = Clock::now();
     while (!gpu_->finished(unused_.back())) {
       if (since(began) > timeout_)
-        throw NcclError("the first transfer of rank " + std::to_string(rank) + " took longer than " + std::to_string(timeout_) + " s");
+        throw NcclError("the first transfer of rank " + std::to_string(rank) + " took longer than " + text_of(timeout_) + " s");
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
     finished_ = gpu_->create_counter();
+    gpu_->write(stream_, finished_, 0);  // fails here, and not in the first step, where a GPU cannot
     watch_ = std::thread([this, end = end_.get_future()] { watch(end); });
   } catch (...) {
     for (const Event event : unused_) gpu_->destroy_event(event);
@@ -44,7 +45,7 @@ Link::~Link() {
   for (const Event event : pending_) gpu_->destroy_event(event);
   for (const Event event : unused_) gpu_->destroy_event(event);
   gpu_->destroy_stream(stream_);
-  if (*finished_ == started_) gpu_->destroy_counter(finished_);  // else that might wait for ever, and the stream may still write there
+  if (closed_) gpu_->destroy_counter(finished_);  // which waits for the GPU: otherwise it ends with the process
 }
 
 std::pair<std::uint64_t, std::uint64_t> Link::transfer(Piece sent, Piece received, Stream stream) {
@@ -62,10 +63,15 @@ std::pair<std::uint64_t, std::uint64_t> Link::transfer(Piece sent, Piece receive
     started_ = number - 1;
     throw;
   }
-  gpu_->write(stream_, finished_, number);
-  gpu_->record(event, stream_);
   unused_.pop_back();
   pending_.push_back(event);
+  try {
+    gpu_->write(stream_, finished_, number);
+    gpu_->record(event, stream_);
+  } catch (const std::exception& error) {  // nobody would know when it ends
+    communicator_.abort(error.what());
+    throw;
+  }
   return {number, done_};
 }
 
@@ -79,7 +85,7 @@ void Link::join(std::uint64_t number, Stream stream) {
 std::uint64_t Link::finished() const { return *finished_; }
 
 void Link::retire() {
-  for (; done_ < *finished_; ++done_) {
+  for (; done_ < *finished_ && !pending_.empty(); ++done_) {
     unused_.push_back(pending_.front());
     pending_.pop_front();
   }
@@ -100,7 +106,7 @@ void Link::watch(const std::future<void>& end) {
       seen = finished;
       began = Clock::now();
     } else if (since(began) > timeout_) {
-      give_up(courtesy, "transfer " + std::to_string(seen + 1) + " has not finished within " + std::to_string(timeout_) + " s");
+      give_up(courtesy, "transfer " + std::to_string(seen + 1) + " has not finished within " + text_of(timeout_) + " s");
       return;
     }
   }
@@ -128,7 +134,7 @@ void Link::give_up(double patience, const std::string& reason) noexcept {
 void Link::close() noexcept {
   end_watch();
   const std::lock_guard<std::mutex> lock(mutex_);
-  communicator_.close();
+  closed_ = communicator_.close() && *finished_ == started_;
 }
 
 }  // namespace pymesh3d

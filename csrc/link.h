@@ -19,8 +19,8 @@
 namespace pymesh3d {
 
 // Both ends make matching transfers in the same order: where one sends the other receives, and where one does both the other does too. No
-// call makes the host wait for the GPU or for the peer, except the constructor, which waits for the peer. The memory of a transfer must
-// stay as it is until the transfer has finished; whoever calls keeps it alive.
+// call makes the host wait for the GPU or for the peer, except start and end. The memory of a transfer must stay as it is until the transfer
+// has finished; whoever calls keeps it alive.
 //
 // A thread of its own watches. If a transfer does not finish within the timeout, or NCCL reports an error, it aborts: every wait ends, and
 // every later call throws the reason. It makes no call of the driver's before that, because a host that has filled the queues of a GPU
@@ -40,7 +40,7 @@ class Link {
   // What is enqueued on `stream` from now on runs after the transfer. The host does not wait.
   void join(std::uint64_t number, Stream stream);
 
-  // How many transfers have finished; they finish in order.
+  // How many transfers have finished; they finish in order. Those that were given up count too: ask `check`.
   std::uint64_t finished() const;
 
   // Throws what has gone wrong since.
@@ -60,7 +60,7 @@ class Link {
 
   std::shared_ptr<const Gpu> gpu_;
   double timeout_;
-  std::mutex mutex_;  // `finished` and `abort` may come from another thread
+  std::mutex mutex_;  // the watch and `abort` may come from other threads
   std::deque<Event> pending_;  // of transfers done_ + 1, done_ + 2, ...
   std::vector<Event> unused_;
   std::uint64_t done_ = 0;
@@ -68,6 +68,7 @@ class Link {
   Stream stream_ = 0;
   Gpu::Counter* finished_ = nullptr;  // how many transfers have, as the stream writes it
   std::atomic<std::uint64_t> started_ = 0;
+  bool closed_ = false;
   std::promise<void> end_;
   std::thread watch_;
 };

@@ -168,7 +168,7 @@ void connecting_that_hangs_ends_in_time() {
   in_threads([](const Machine& machine, int rank) {
     if (rank == 0) machine.hang("ncclSend", 1000);
     const std::string text = text_of<NcclError>([&] { End(machine, rank, {0, 0, rank == 0 ? 0.3 : 1.0}); });
-    EXPECT(has(text, rank == 0 ? "connecting between rank 0 and its peer took longer than 0.3" : "the first transfer of rank 1 took longer than 1.0"));
+    EXPECT(has(text, rank == 0 ? "connecting between rank 0 and its peer took longer than 0.3" : "the first transfer of rank 1 took longer than 1 s"));
     std::this_thread::sleep_for(milliseconds(1300));  // the call returns to a link that is no more
   });
 }
@@ -224,6 +224,26 @@ void closed_link_says_so() {
     EXPECT(text_of<NcclError>([&] { end.link.check(); }) == "ncclCommGetAsyncError " + gone);
     EXPECT(end.link.finished() == 1);
   });
+}
+
+// A transfer that nobody can follow ends the link, and nothing is counted twice.
+void transfer_that_cannot_be_followed_ends_the_link() {
+  const int status = in_processes([](const Machine& machine, int rank) {
+    End end(machine, rank);
+    Numbers numbers(100);
+    if (rank == 0) {
+      machine.fail("cuStreamWriteValue64", 1);
+      EXPECT(has(text_of<std::runtime_error>([&] { end.send(numbers); }), "cuStreamWriteValue64 failed"));
+      for (int n = 0; n < 3; ++n) EXPECT(has(text_of<NcclError>([&] { end.send(numbers); }), "a transfer between rank 0", "cuStreamWriteValue64"));
+      EXPECT(has(text_of<NcclError>([&] { end.link.join(1, end.computing.stream); }), "cuStreamWriteValue64"));
+    } else {
+      Numbers others(100);
+      end.receive(numbers);
+      end.receive(others);
+      while (text_of<NcclError>([&] { end.link.check(); }).empty()) std::this_thread::yield();
+    }
+  });
+  EXPECT(status == 0);
 }
 
 void close_that_fails_aborts() {
@@ -447,6 +467,7 @@ int main(int count, char** arguments) {
   RUN(starting_that_fails_halfway_leaves_nothing_behind);
   RUN(end_without_close_does_not_wait);
   RUN(closed_link_says_so);
+  RUN(transfer_that_cannot_be_followed_ends_the_link);
   RUN(close_that_fails_aborts);
   RUN(close_destroys_once);
   RUN(lost_peer_is_noticed_and_abort_ends_the_wait);

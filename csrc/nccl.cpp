@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <climits>
+#include <sstream>
 #include <thread>
 #include <utility>
 
@@ -25,6 +26,12 @@ std::future<Value> run_apart(std::function<Value()> run) {
 }
 
 }  // namespace
+
+std::string text_of(double seconds) {
+  std::ostringstream text;
+  text << seconds;
+  return text.str();
+}
 
 // The first fields of ncclConfig_t, those of NCCL 2.18. NCCL reads as many as `size` says and takes its defaults for later ones.
 struct Nccl::Config {
@@ -85,7 +92,7 @@ std::string Nccl::text(Result result, Comm comm) const {
 
 Communicator::Communicator(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, const UniqueId& id, int rank,
                            const NcclOptions& options)
-    : gpu_(std::move(gpu)), nccl_(std::move(nccl)), rank_(rank), timeout_(options.timeout) {
+    : gpu_(std::move(gpu)), nccl_(std::move(nccl)), context_(gpu_->context()), rank_(rank), timeout_(options.timeout) {
   Nccl::Config config;
   if (options.min_ctas) config.min_ctas = options.min_ctas;
   if (options.max_ctas) config.max_ctas = options.max_ctas;
@@ -119,12 +126,12 @@ void Communicator::require(Nccl::Result result, const char* call, Nccl::Comm com
 }
 
 void Communicator::within_limit(const char* call, Nccl::Comm comm, std::function<Nccl::Result()> run) const {
-  auto ended = run_apart<Nccl::Result>([gpu = gpu_, context = gpu_->context(), run = std::move(run)] {
+  auto ended = run_apart<Nccl::Result>([gpu = gpu_, context = context_, run = std::move(run)] {
     gpu->use(context);
     return run();
   });
   if (ended.wait_for(seconds(timeout_)) != std::future_status::ready)
-    throw NcclError(about(call) + " took longer than " + std::to_string(timeout_) + " s");
+    throw NcclError(about(call) + " took longer than " + text_of(timeout_) + " s");
   require(ended.get(), call, comm);
 }
 
@@ -152,7 +159,7 @@ void Communicator::abort(const std::string& reason) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!comm_) return;
   try {
-    aborted_ = run_apart<void>([gpu = gpu_, context = gpu_->context(), nccl = nccl_, comm = comm_] {
+    aborted_ = run_apart<void>([gpu = gpu_, context = context_, nccl = nccl_, comm = comm_] {
       gpu->use(context);
       nccl->abort_(comm);
     });
@@ -171,14 +178,17 @@ bool Communicator::wait_for_abort(double limit) const noexcept {
   return !aborted.valid() || aborted.wait_for(seconds(limit)) == std::future_status::ready;
 }
 
-void Communicator::close() noexcept {
+bool Communicator::close() noexcept {
   try {
     const Nccl::Comm comm = open("ncclCommFinalize");
     within_limit("ncclCommFinalize", comm, [nccl = nccl_, comm] { return nccl->finalize_(comm); });
-    if (take()) within_limit("ncclCommDestroy", nullptr, [nccl = nccl_, comm] { return nccl->destroy_(comm); });
+    if (!take()) return false;  // aborted meanwhile
+    within_limit("ncclCommDestroy", nullptr, [nccl = nccl_, comm] { return nccl->destroy_(comm); });
+    return true;
   } catch (const std::exception&) {
     abort("the communicator could not be closed");
     wait_for_abort(std::min(timeout_, patience));
+    return false;
   }
 }
 

@@ -71,6 +71,8 @@ class Nccl {
 // Two ranks, 0 and 1. What may wait for the peer (the constructor, `close`, `abort`) runs on a thread of its own, so that the caller waits
 // no longer than the limit. NCCL's non-blocking mode would do that too, but costs 60 us of the host for each operation (H200, NCCL 2.28.9:
 // a thread is started and waited for; a blocking communicator takes 10 us).
+std::string text_of(double seconds);
+
 class Communicator {
  public:
   Communicator(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, const UniqueId& id, int rank, const NcclOptions& options);
@@ -96,8 +98,8 @@ class Communicator {
   // False if NCCL has not given up within so many seconds.
   bool wait_for_abort(double seconds) const noexcept;
 
-  // After all work has ended. Aborts where that fails.
-  void close() noexcept;
+  // After all work has ended. Aborts where that fails. Whether it was open and has been closed.
+  bool close() noexcept;
 
  private:
   void within_limit(const char* call, Nccl::Comm comm, std::function<Nccl::Result()> run) const;
@@ -108,9 +110,10 @@ class Communicator {
 
   std::shared_ptr<const Gpu> gpu_;
   std::shared_ptr<const Nccl> nccl_;
+  Context context_;  // of whoever made it, for other threads
   int rank_;
   double timeout_;
-  mutable std::mutex mutex_;  // of what follows; held through no call that may wait
+  mutable std::mutex mutex_;  // of what follows
   Nccl::Comm comm_ = nullptr;
   std::string why_closed_ = "the communicator has been closed";
   std::shared_future<void> aborted_;

@@ -285,7 +285,7 @@ class Engine:
     def _agree_on_loss(self, loss: torch.Tensor, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
         """The sums over dp of losses and tokens. tp ranks hold the same ones, so the first speaks for them; stages have the same tokens.
 
-        Raises DistributedError where ranks of one dp coordinate had different batches.
+        Raises DistributedError where ranks of one dp coordinate had different batches, and with dropout where one had more tokens.
         """
         mesh = self.mesh
         tokens = sum(microbatch.ids.numel() for microbatch in microbatches) if mesh.pp.rank == 0 else 0
@@ -301,6 +301,12 @@ class Engine:
                     f"ranks {others} had another batch than rank {ranks[0]}, and all have dp coordinate {first}. "
                     "Choose a rank's batch by mesh.dp.rank, not by its rank"
                 )
+        sizes = [rows[rank][1] for rank in mesh.ranks[0, :, 0, 0]]
+        if self.config.dropout and len(set(sizes)) > 1:
+            raise DistributedError(
+                f"tokens of each dp coordinate: {[int(size) for size in sizes]}. With dropout, whose masks belong to places in the global "
+                "batch, they must be equal. Give every dp rank as many samples"
+            )
         return sum(row[0] for row in rows), int(sum(row[1] for row in rows))
 
 

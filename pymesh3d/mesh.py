@@ -88,14 +88,15 @@ class named:
             raise_named(error, self._operation, self._axis, time.monotonic() - self._began)
 
 
-def raise_named(error: RuntimeError, operation: str, axis: Axis, seconds: float = 0.0) -> NoReturn:
+def raise_named(error: Exception, operation: str, axis: Axis, seconds: float | None = None) -> NoReturn:
     """Raise a DistributedError that says who waited for whom, and how long, or `error` itself where no peer is to blame."""
     if isinstance(error, DistributedError | torch.OutOfMemoryError | torch.AcceleratorError):
         raise error
     peers = [rank for rank in axis.ranks if rank != axis.ranks[axis.rank]]
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    after = "" if seconds is None else f" after {seconds:.1f} s"
     raise DistributedError(
-        f"rank {axis.ranks[axis.rank]}: {operation} over axis {axis.name} with ranks {peers} failed after {seconds:.1f} s: "
+        f"rank {axis.ranks[axis.rank]}: {operation} over axis {axis.name} with ranks {peers} failed{after}: "
         f"{reason}. One of these ranks has probably stopped; its own output says why"
     ) from error
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
+from pymesh3d.comm import native
 from pymesh3d.mesh import Axis, named, raise_named
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class Link(Protocol):
 class TorchLink:
     """A link over process groups of torch.distributed, one a direction, so that what waits in one never blocks the other.
 
-    With `ON_THE_WAY` tensors under way a send first waits for the oldest. Schedules are checked with sends that wait every time.
+    With `ON_THE_WAY` tensors under way a send first waits for the oldest. Schedules are checked with ranks that, before they compute
+    again, wait for all that they have sent.
     """
 
     def __init__(self, out: Axis, into: Axis, *, sends: str, receives: str, device: torch.device) -> None:
@@ -131,7 +133,7 @@ class NcclLink:
                 memory = then.memory(self._device)
                 number, finished = self._native.transfer(tensor.data_ptr(), tensor.nbytes, memory.data_ptr(), memory.nbytes, self._stream())
                 self._posted.append((number, memory, then.microbatch))
-        except RuntimeError as error:
+        except native.LinkError as error:
             raise_named(error, f"send of {self._sends} of microbatch {microbatch}", self._line)
         sent = self._sent
         sent.append((number, tensor, microbatch))
@@ -142,7 +144,7 @@ class NcclLink:
         memory = expected.memory(self._device)
         try:
             number, _ = self._native.transfer(0, 0, memory.data_ptr(), memory.nbytes, self._stream())
-        except RuntimeError as error:
+        except native.LinkError as error:
             raise_named(error, f"receive of {self._receives} of microbatch {expected.microbatch}", self._line)
         self._posted.append((number, memory, expected.microbatch))
 
@@ -150,7 +152,7 @@ class NcclLink:
         number, tensor, microbatch = self._posted.popleft()
         try:
             self._native.join(number, self._stream())
-        except RuntimeError as error:
+        except native.LinkError as error:
             raise_named(error, f"receive of {self._receives} of microbatch {microbatch}", self._line)
         return tensor
 
@@ -159,6 +161,6 @@ class NcclLink:
             number, _, microbatch = self._sent[-1]
             try:
                 self._native.join(number, self._stream())
-            except RuntimeError as error:
+            except native.LinkError as error:
                 raise_named(error, f"send of {self._sends} of microbatch {microbatch}", self._line)
             self._sent.clear()  # memory that is freed from here on is used again only behind the join

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,9 @@ else:
     if _C.version != __version__:
         reason = f"it was built for pymesh3d {_C.version}, this is {__version__}: install again"
 
+# What a transfer raises when its peer may be the cause; what the GPU itself does wrong is GpuError.
+LinkError: tuple[type[Exception], ...] = () if reason else (_C.NcclError,)
+
 available = not reason
 """Whether the compiled part is here and of this version."""
 
@@ -41,6 +45,8 @@ def no_nccl() -> str:
     """Why our bindings to NCCL cannot be used beside torch's; empty if they can."""
     if not available:
         return f"the compiled part is {reason}"
+    if os.environ.get("NCCL_COMM_BLOCKING") == "0":
+        return "NCCL_COMM_BLOCKING=0 is set, and they need blocking communicators"
     found, wanted = _C.probe("nccl"), torch.cuda.nccl.version() if torch.cuda.is_available() else ()
     if found.error:
         return f"NCCL cannot be opened: {found.error}"

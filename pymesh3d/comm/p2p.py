@@ -119,7 +119,7 @@ def _use_once(link: Link, mesh: Mesh, pair: Sequence[int]) -> None:
     if mesh.rank == pair[0]:
         link.send(numbers, 0)
         link.post(expected)
-    else:  # the other way round: torch's NCCL makes the communicator of a direction when it is first used, and both must make the same
+    else:  # the other way round: torch's NCCL connects the ranks of a direction when it is first used, and both must begin with the same
         link.post(expected)
         link.send(numbers, 0)
     link.flush()

@@ -27,7 +27,10 @@ def on_host(tensor: torch.Tensor, operation: str, mesh: Mesh, axis: Axis | None 
 
 
 def wait_until(done: Callable[[], bool], watched: Iterable[Watched], seconds: float) -> None:
-    """Ask until it is done. If one of those watched reports a fault, or time runs out, all of them abort and RuntimeError is raised."""
+    """Ask until it is done. If one of those watched reports a fault, or time runs out, all of them abort and RuntimeError is raised.
+
+    They are asked at the end too: a transfer that has been given up lets the GPU go on, with whatever its memory holds.
+    """
     deadline = time.monotonic() + seconds
     look = time.monotonic() + LOOK
     try:
@@ -39,6 +42,8 @@ def wait_until(done: Callable[[], bool], watched: Iterable[Watched], seconds: fl
                 one.check()
             if now > deadline:
                 raise RuntimeError(f"the GPU has not finished within {seconds:g} s, the timeout of the mesh")
+        for one in watched:
+            one.check()
     except RuntimeError:
         for one in watched:
             one.abort(ABORT)

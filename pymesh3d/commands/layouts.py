@@ -82,7 +82,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 def every_row(world: int) -> list[Row]:
     """All combinations that can run on `world` ranks, leaving out choices that change nothing on their layout.
 
-    Selective recompute and dropout, which happen inside a layer, are not combined with what happens to weights alone, nor with each other.
+    Selective recompute and dropout, which happen inside a layer, are not combined with each other, ZeRO 0, or few KV heads.
     """
     rows = []
     for tp, pp in itertools.product(divisors(world), repeat=2):
@@ -91,8 +91,9 @@ def every_row(world: int) -> list[Row]:
         for choice in itertools.product(*_CHOICES.values()):
             row = Row(tp=tp, pp=pp, dp=world // tp // pp, **dict(zip(_CHOICES, choice, strict=True)))
             idle = (pp == 1 and row.schedule != "1f1b") or (tp == 1 and (row.sequence_parallel or row.few_kv))
-            inside = (row.recompute == "selective") + (row.dropout > 0)
-            if not idle and inside * (1 + row.few_kv + (row.zero_stage == 0)) <= 1 and _runs(row):
+            inside = [row.recompute == "selective", row.dropout > 0]
+            apart = all(inside) or (any(inside) and (row.few_kv or row.zero_stage == 0))
+            if not idle and not apart and _runs(row):
                 rows.append(row)
     return rows
 

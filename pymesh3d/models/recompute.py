@@ -23,7 +23,8 @@ class _View(NamedTuple):
 def computed_again(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Iterator[torch.Tensor]:
     """y = function(x) for use within the context; what is computed there from y keeps x for backward, and not y, which it needs.
 
-    Backward calls `function` again: it must be cheap, give the same values, and communicate with nobody.
+    Backward calls `function` twice more, for what was computed from y and for its own gradient: it must be cheap, give the same values,
+    and communicate with nobody.
     """
     y = checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
     source, memory = x.detach(), y.untyped_storage().data_ptr()

@@ -19,8 +19,10 @@ def with_messages(name: str, orders: Sequence[Sequence[Action]], microbatches: i
     A send stands behind what makes it; its receive where the other rank next begins to compute, on paper, where a backward takes as long as
     two forwards. So the schedule passes `check_links`: there whatever waits for another rank waits for something that begins earlier on
     paper, never in a circle. Between two computations messages stand in the order in which they are sent. With that, both ends of a link
-    name all its messages, of both directions, in one and the same order. (Interleaved schedules of 7 ranks and more have messages that are
-    made long before they are needed. More than `MAX_RECEIVES` are not received at a time; the rest stay where they were made.)
+    name all its messages, of both directions, in one and the same order.
+
+    Interleaved schedules of 7 ranks and more have messages that are made long before they are needed. More than `MAX_RECEIVES` are not
+    received at a time; the rest stay where they were made. That those schedules pass too is not proved, but tried (tests/schedule).
     """
     bare = Schedule(name=name, pp=len(orders), microbatches=microbatches, virtual=virtual, ranks=tuple(map(tuple, orders)))
     return _placed(bare, _in_time(simulate(_placed(bare, _at_need(bare)))))

@@ -38,6 +38,7 @@ def test_time_that_is_covered() -> None:
         ("void pytorch_flash::flash_fwd_kernel<...>", "attention"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma", "attention"),
         ("void at::native::multi_tensor_apply_kernel<..., FusedAdamMathFunctor>", "optimizer"),
+        ("triton_poi_fused__scaled_dot_product_flash_attention_add_3", "compiled"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
         ("void at::native::vectorized_elementwise_kernel<4, ...>", "other"),
     ],
