@@ -168,8 +168,8 @@ class Engine:
         Called several times before `optimizer_step`, the gradients add up.
         """
         microbatches = self._prepare(batch, train=True)
-        self._calls += 1
         loss = run(self._steps(self.config.schedule, len(microbatches)), self.stages, self.links, microbatches)
+        self._calls += 1
         return self._agree_on_loss(loss, microbatches)
 
     def optimizer_step(self) -> tuple[float, bool]:
@@ -213,8 +213,10 @@ class Engine:
         return self.zero.state()
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Go on from what `state` gave. All ranks must call."""
+        """Go on from what `state` gave, without gradients. All ranks must call."""
         self.zero.load_state(tensors)
+        self.zero.zero_grad()
+        self._calls = 0
 
     def _steps(self, schedule: str, microbatches: int, *, forward_only: bool = False) -> list[tuple[Action, ...]]:
         """What this rank does in a step of so many microbatches."""
@@ -285,11 +287,12 @@ class Engine:
     def _agree_on_loss(self, loss: torch.Tensor, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
         """The sums over dp of losses and tokens. tp ranks hold the same ones, so the first speaks for them; stages have the same tokens.
 
-        Raises DistributedError where ranks of one dp coordinate had different batches, and with dropout where one had more tokens.
+        Raises DistributedError where ranks of one dp coordinate had different batches, and with dropout where one had more samples.
         """
         mesh = self.mesh
         tokens = sum(microbatch.ids.numel() for microbatch in microbatches) if mesh.pp.rank == 0 else 0
-        mine = torch.stack((loss, torch.full_like(loss, tokens), _fingerprint(microbatches)))
+        samples = torch.full_like(loss, sum(len(microbatch.ids) for microbatch in microbatches))
+        mine = torch.stack((loss, torch.full_like(loss, tokens), _fingerprint(microbatches), samples))
         if mesh.tp.rank:
             mine[:2] = 0
         rows = on_host(gather_rows(mine, mesh.all), "loss", mesh).tolist()
@@ -301,11 +304,11 @@ class Engine:
                     f"ranks {others} had another batch than rank {ranks[0]}, and all have dp coordinate {first}. "
                     "Choose a rank's batch by mesh.dp.rank, not by its rank"
                 )
-        sizes = [rows[rank][1] for rank in mesh.ranks[0, :, 0, 0]]
+        sizes = [int(rows[rank][3]) for rank in mesh.ranks[0, :, 0, 0]]
         if self.config.dropout and len(set(sizes)) > 1:
             raise DistributedError(
-                f"tokens of each dp coordinate: {[int(size) for size in sizes]}. With dropout, whose masks belong to places in the global "
-                "batch, they must be equal. Give every dp rank as many samples"
+                f"samples of each dp coordinate: {sizes}. With dropout, whose masks belong to places in the global batch, they must be "
+                "equal. Give every dp rank as many samples"
             )
         return sum(row[0] for row in rows), int(sum(row[1] for row in rows))
 

@@ -43,7 +43,7 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any], dict[str, int]]] = [
     (TIED, {"zero_stage": 0, "max_norm": 0.01}, {"pp": 2, "tp": 2}),
     (SMALL, {"zero_stage": 1, "max_norm": None, "eps": 1e-4, "weight_decay": 0.5}, {"dp": 4}),
     (SMALL, {"dropout": 0.3, "sequence_parallel": True, "recompute": "full"}, {"tp": 2, "dp": 2}),
-    (TIED, {"dropout": 0.1, "micro_batch": 3}, {"pp": 2, "tp": 2}),
+    (TIED, {"dropout": 0.1, "micro_batch": 5}, {"pp": 2, "tp": 2}),  # two microbatches of 4
     (SMALL, {"dropout": 0.3, "schedule": "interleaved", "virtual_pp": 2, "recompute": "full"}, {"pp": 2, "dp": 2}),
 ]
 

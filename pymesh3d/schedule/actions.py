@@ -33,8 +33,8 @@ RECEIVES = ("RF", "RB")
 
 _COUNTERPART: dict[Kind, Kind] = {"SF": "RF", "RF": "SF", "SB": "RB", "RB": "SB"}
 _TOWARDS: dict[Kind, int] = {"SF": 1, "RF": -1, "SB": -1, "RB": 1}  # the stage at the other end, relative to this one
-_ACTION = re.compile(r"([A-Z]+)(\d+)(?:@(\d+))?", re.ASCII)
-_HEADER = re.compile(r"schedule (\S+): pp (\d+), microbatches (\d+)(?:, virtual (\d+))?", re.ASCII)
+_ACTION = re.compile(r"([A-Z]+)(\d{1,9})(?:@(\d{1,9}))?", re.ASCII)
+_HEADER = re.compile(r"schedule (\S+): pp (\d{1,9}), microbatches (\d{1,9})(?:, virtual (\d{1,9}))?", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 

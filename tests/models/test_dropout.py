@@ -14,6 +14,7 @@ import torch
 
 from pymesh3d.config import RECOMPUTE
 from pymesh3d.engine import Engine, parallelize
+from pymesh3d.errors import DistributedError
 from pymesh3d.mesh import init_mesh
 from pymesh3d.models.dropout import Dropout, Masks
 from pymesh3d.models.llama import Llama
@@ -61,11 +62,14 @@ def steps_of() -> dict[str, float | list[float]]:
     state = engine.state()
     found["second step"] = [engine.forward_backward(BATCH)[0]]
     found["evaluation"] += [engine.eval_step(BATCH)]  # type: ignore[operator]
-    engine.mesh.close()
     other = engine_with({}, lr=0.0, weight_decay=0.0)
     other.load_state(state)
     found["resumed"] = [other.forward_backward(BATCH)[0]]
+    other.load_state(state)  # and again: what the pass in between has added is gone
+    found["resumed"] += [other.forward_backward(BATCH)[0]]  # type: ignore[operator]
+    found["norms"] = [other.optimizer_step()[0], engine.optimizer_step()[0]]
     other.mesh.close()
+    engine.mesh.close()
     plain = engine_with({}, dropout=0.0)
     found["without"] = [plain.forward_backward(BATCH)[0]]
     plain.mesh.close()
@@ -76,8 +80,24 @@ def test_each_step_draws_anew_and_a_resumed_run_goes_on(ranks: Ranks) -> None:
     (found,) = ranks(1, steps_of)
     first, again = found["first step"]
     assert len({first, again, *found["second step"], *found["without"]}) == 4, "the weights are the same, the masks are not"
-    assert found["resumed"] == found["second step"]
+    assert found["resumed"] == found["second step"] * 2
+    assert found["norms"][0] == found["norms"][1] > 0
     assert found["evaluation"] == found["without"] * 2
+
+
+def uneven() -> str:
+    engine = engine_with({"dp": 2})
+    ids, targets = BATCH
+    mine = slice(0, 6) if engine.mesh.rank == 0 else slice(6, 8)
+    with pytest.raises(DistributedError) as caught:
+        engine.train_step((ids[mine], targets[mine]))
+    engine.mesh.close()
+    return str(caught.value)
+
+
+def test_batches_of_different_sizes_are_refused(ranks: Ranks) -> None:
+    """The masks would not be those of one process."""
+    assert all("samples of each dp coordinate: [6, 2]. With dropout" in text for text in ranks(2, uneven))
 
 
 def test_what_is_dropped() -> None:

@@ -80,17 +80,19 @@ def test_operators_are_what_they_say(operator: Any, shape: tuple[int, ...]) -> N
     torch.library.opcheck(operator, (x, weight, None, None, None, ALONE.key, False))
 
 
-def block_by_block(sizes: dict[str, int]) -> tuple[list[float], list[float]]:
-    """Losses of two steps, eager and with each layer compiled as one graph."""
+def block_by_block(sizes: dict[str, int], dropout: float = 0.0, recompute: str = "none") -> tuple[list[float], list[float]]:
+    """Losses of two steps, eager and with each layer compiled, as one graph where there is no dropout."""
     losses = []
     for compiled in (False, True):
         mesh = init_mesh(device="cpu", **sizes)
         engine = parallelize(
-            Llama(SMALL, device="meta"), mesh, dataclasses.replace(FLOAT64, micro_batch=1, sequence_parallel=mesh.tp.size > 1)
+            Llama(SMALL, device="meta"),
+            mesh,
+            dataclasses.replace(FLOAT64, micro_batch=1, sequence_parallel=mesh.tp.size > 1, dropout=dropout, recompute=recompute),
         )
         if compiled:
             for layer in engine.model.layers.values():
-                layer.compile(**FULLGRAPH)
+                layer.compile(fullgraph=not dropout, backend="aot_eager")
         losses.append([engine.train_step(share(batch_of(8, 8, seed=seed), engine)).loss for seed in range(2)])
         mesh.close()
     return losses[0], losses[1]
@@ -99,4 +101,10 @@ def block_by_block(sizes: dict[str, int]) -> tuple[list[float], list[float]]:
 @pytest.mark.parametrize("sizes", [{"tp": 1, "dp": 1}, {"tp": 2}, {"pp": 2}])
 def test_a_compiled_layer_of_the_model_is_one_graph(ranks: Ranks, sizes: dict[str, int]) -> None:
     for eager, compiled in ranks(max(sizes.values()), block_by_block, sizes):
+        assert compiled == pytest.approx(eager, rel=1e-13)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_compiled_layers_drop_what_eager_ones_do(ranks: Ranks, recompute: str) -> None:
+    for eager, compiled in ranks(2, block_by_block, {"tp": 2}, 0.3, recompute):
         assert compiled == pytest.approx(eager, rel=1e-13)
