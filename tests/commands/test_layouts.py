@@ -44,7 +44,8 @@ def test_no_row_of_the_set_is_idle() -> None:
 def test_every_row_is_admissible_and_none_is_forgotten(world: int) -> None:
     """Against all combinations of all values, tried one by one."""
     sizes = [(tp, pp, world // tp // pp) for tp in range(1, world + 1) for pp in range(1, world + 1) if world % (tp * pp) == 0]
-    values = [(0, 1), ("gpipe", "1f1b", "interleaved"), (False, True), (False, True), (False, True), ("none", "selective", "full"), (0.0, 0.1)]
+    flags = [(False, True)] * 3
+    values = [(0, 1), ("gpipe", "1f1b", "interleaved"), *flags, ("none", "selective", "full"), (0.0, 0.1)]
     expected = set()
     for (tp, pp, dp), choice in itertools.product(sizes, itertools.product(*values)):
         row = Row(tp=tp, pp=pp, dp=dp, **dict(zip(OPTIONS, choice, strict=True)))
