@@ -49,7 +49,7 @@ class Link {
   // Ends every wait on this link; later calls throw. False if NCCL has not given up within `seconds`.
   bool abort(double seconds) noexcept;
 
-  // After all transfers have finished; on an aborted link it does nothing.
+  // After all transfers have finished. On an aborted link it waits, within limits, until NCCL has given up.
   void close() noexcept;
 
  private:

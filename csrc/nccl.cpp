@@ -116,11 +116,6 @@ Nccl::Comm Communicator::open(const char* call) const {
 
 void Communicator::require_open(const char* call) const { open(call); }
 
-Nccl::Comm Communicator::take() noexcept {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return std::exchange(comm_, nullptr);
-}
-
 void Communicator::require(Nccl::Result result, const char* call, Nccl::Comm comm) const {
   if (result != success) throw NcclError(about(call) + " failed: " + nccl_->text(result, comm));
 }
@@ -182,7 +177,10 @@ bool Communicator::close() noexcept {
   try {
     const Nccl::Comm comm = open("ncclCommFinalize");
     within_limit("ncclCommFinalize", comm, [nccl = nccl_, comm] { return nccl->finalize_(comm); });
-    if (!take()) return false;  // aborted meanwhile
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (!std::exchange(comm_, nullptr)) return false;  // aborted meanwhile
+    }
     within_limit("ncclCommDestroy", nullptr, [nccl = nccl_, comm] { return nccl->destroy_(comm); });
     return true;
   } catch (const std::exception&) {

@@ -37,6 +37,8 @@ struct Piece {
   std::size_t bytes = 0;
 };
 
+std::string text_of(double seconds);  // 0.3, and not 0.300000
+
 // The functions of the library.
 class Nccl {
  public:
@@ -71,8 +73,6 @@ class Nccl {
 // Two ranks, 0 and 1. What may wait for the peer (the constructor, `close`, `abort`) runs on a thread of its own, so that the caller waits
 // no longer than the limit. NCCL's non-blocking mode would do that too, but costs 60 us of the host for each operation (H200, NCCL 2.28.9:
 // a thread is started and waited for; a blocking communicator takes 10 us).
-std::string text_of(double seconds);
-
 class Communicator {
  public:
   Communicator(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, const UniqueId& id, int rank, const NcclOptions& options);
@@ -105,7 +105,6 @@ class Communicator {
   void within_limit(const char* call, Nccl::Comm comm, std::function<Nccl::Result()> run) const;
   void require(Nccl::Result result, const char* call, Nccl::Comm comm) const;
   Nccl::Comm open(const char* call) const;
-  Nccl::Comm take() noexcept;
   std::string about(const char* call) const;
 
   std::shared_ptr<const Gpu> gpu_;

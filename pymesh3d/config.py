@@ -191,6 +191,11 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved")
 RECOMPUTE = ("none", "selective", "full")
 
 
+def is_dropout_rate(p: object) -> bool:
+    """Whether `p` is a share of elements that can be dropped: 0, or a number from 2^-16 to 1 - 2^-16, as masks have 16 bits an element."""
+    return isinstance(p, int | float) and not isinstance(p, bool) and (p == 0 or 2.0**-16 <= p <= 1 - 2.0**-16)
+
+
 def full_dtype(dtype: object) -> str:
     """The name of a dtype that is given as torch's own, in short, or in other letters: `bfloat16` for "bf16"."""
     name = str(dtype).removeprefix("torch.").lower()
@@ -259,11 +264,7 @@ class TrainConfig:
             raise ConfigError("recompute='selective', compile=True", rule, "Use recompute='full', or compile=False")
         for name in ("lr", "weight_decay", "eps"):
             require_number(name, getattr(self, name), default=_default(self, name))
-        if (
-            isinstance(self.dropout, bool)
-            or not isinstance(self.dropout, int | float)
-            or not (self.dropout == 0 or 2.0**-16 <= self.dropout <= 1 - 2.0**-16)
-        ):
+        if not is_dropout_rate(self.dropout):
             raise ConfigError(f"dropout={self.dropout!r}", "it must be 0, or a number from 2**-16 to 1 - 2**-16", "Use dropout=0.1")
         pair = isinstance(self.betas, tuple | list) and len(self.betas) == 2
         if not pair or not all(isinstance(beta, int | float) and 0.0 <= beta < 1.0 for beta in self.betas):

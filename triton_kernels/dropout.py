@@ -19,6 +19,7 @@ import struct
 
 import torch
 
+from ..config import is_dropout_rate
 from ..errors import ConfigError
 from .backend import available, jit, tl
 from .philox import DTYPES, REF_CHUNK, philox4x32, philox4x32_ref, rounded_to_bfloat16
@@ -171,7 +172,6 @@ def _checked(x: torch.Tensor, p: float, key: int, counter: int, global_cols: int
 
 def dropped_of(p: float) -> int:
     """Of 65536 elements how many are dropped on average: p rounded to 16 bits. Raises ConfigError for a p that has no such rate."""
-    number = p if isinstance(p, int | float) and not isinstance(p, bool) else -1
-    if number != 0 and not 2.0**-16 <= number <= 1 - 2.0**-16:
+    if not is_dropout_rate(p):
         raise ConfigError(f"p={p!r}", "p must be 0 (nothing is dropped) or a number from 2**-16 to 1 - 2**-16", "Use p=0.1 or p=0")
-    return round(number * 65536)
+    return round(p * 65536)

@@ -13,7 +13,7 @@ import torch
 
 from pymesh3d.mesh import Axis
 from pymesh3d.ops.accumulate import buffer_of
-from pymesh3d.ops.products import Gradients, column_backward, column_forward, row_backward, row_forward
+from pymesh3d.ops.products import COLUMN, ROW, Product
 
 _FORWARD = "(Tensor x, Tensor weight, Tensor? bias, Tensor? weight_handle, Tensor? bias_handle, str axis, bool sequence_parallel) -> Tensor"
 _BACKWARD = (
@@ -22,11 +22,11 @@ _BACKWARD = (
 )
 
 
-def _define(name: str, forward: Callable[..., torch.Tensor], backward: Callable[..., Gradients], tokens: Callable[[int, int], int]) -> Any:
+def _define(name: str, product: Product, tokens: Callable[[int, int], int]) -> Any:
     """The operator `name`; `tokens(own, ranks)` of its output under sequence parallelism, from those of its input."""
 
     def run(x: Any, weight: Any, bias: Any, weight_handle: Any, bias_handle: Any, axis: str, sequence_parallel: bool) -> torch.Tensor:
-        return forward(x, weight, bias, Axis.by_key(axis), sequence_parallel).contiguous()  # as `shape` says
+        return product.forward(x, weight, bias, Axis.by_key(axis), sequence_parallel).contiguous()  # as `shape` says
 
     def shape(x: Any, weight: Any, bias: Any, weight_handle: Any, bias_handle: Any, axis: str, sequence_parallel: bool) -> torch.Tensor:
         sizes = list(x.shape[:-1])
@@ -38,7 +38,7 @@ def _define(name: str, forward: Callable[..., torch.Tensor], backward: Callable[
         grad_y: Any, x: Any, weight: Any, bias: Any, weight_handle: Any, bias_handle: Any, axis: str, sequence_parallel: bool, needs: Any
     ) -> tuple[torch.Tensor, ...]:
         buffers = buffer_of(weight_handle), buffer_of(bias_handle)
-        gradients = backward(grad_y, x, weight, bias, buffers, Axis.by_key(axis), sequence_parallel, needs)
+        gradients = product.backward(grad_y, x, weight, bias, buffers, Axis.by_key(axis), sequence_parallel, needs)
         return tuple(x.new_empty(0) if gradient is None else gradient.contiguous() for gradient in gradients)
 
     def shape_backward(
@@ -72,5 +72,5 @@ def _returned(needs: Sequence[bool], bias: object, weight_handle: object, bias_h
     return needs[0], needs[1] and weight_handle is None, needs[2] and bias is not None and bias_handle is None
 
 
-column_linear = _define("column_linear", column_forward, column_backward, lambda own, ranks: own * ranks)
-row_linear = _define("row_linear", row_forward, row_backward, lambda own, ranks: own // ranks)
+column_linear = _define("column_linear", COLUMN, lambda own, ranks: own * ranks)
+row_linear = _define("row_linear", ROW, lambda own, ranks: own // ranks)

@@ -16,43 +16,29 @@ from pymesh3d.comm.collectives import all_reduce_
 from pymesh3d.mesh import Axis
 from pymesh3d.ops import library
 from pymesh3d.ops.accumulate import add_grad
-from pymesh3d.ops.products import Buffers, column_backward, column_forward, gather_tokens, row_backward, row_forward, scatter_tokens
+from pymesh3d.ops.products import COLUMN, ROW, Buffers, Product, gather_tokens, scatter_tokens
 
 
-class _ColumnLinear(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, buffers: Buffers, axis: Axis, sequence_parallel: bool
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        product: Product,
+        buffers: Buffers,
+        axis: Axis,
+        sequence_parallel: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight, bias)
-        ctx.options = buffers, axis, sequence_parallel
-        return column_forward(x, weight, bias, axis, sequence_parallel)
+        ctx.backward_of, ctx.options = product.backward, (buffers, axis, sequence_parallel)
+        return product.forward(x, weight, bias, axis, sequence_parallel)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        buffers, axis, sequence_parallel = ctx.options
-        x, weight, bias = ctx.saved_tensors
-        gradients = column_backward(grad_y, x, weight, bias, buffers, axis, sequence_parallel, ctx.needs_input_grad)
-        return *gradients, None, None, None
-
-
-class _RowLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, buffers: Buffers, axis: Axis, sequence_parallel: bool
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight, bias)
-        ctx.options = buffers, axis, sequence_parallel
-        return row_forward(x, weight, bias, axis, sequence_parallel)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        buffers, axis, sequence_parallel = ctx.options
-        x, weight, bias = ctx.saved_tensors
-        gradients = row_backward(grad_y, x, weight, bias, buffers, axis, sequence_parallel, ctx.needs_input_grad)
-        return *gradients, None, None, None
+        return *ctx.backward_of(grad_y, *ctx.saved_tensors, *ctx.options, ctx.needs_input_grad), None, None, None, None
 
 
 class _VocabLookup(torch.autograd.Function):
@@ -86,16 +72,16 @@ class _VocabLookup(torch.autograd.Function):
 
 def column_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: Axis, sequence_parallel: bool) -> torch.Tensor:
     """y[..., T, N/ranks] = x[..., T, K] weight[N/ranks, K]^T + bias. With sequence_parallel x is [..., T/ranks, K] and is gathered."""
-    return _apply(_ColumnLinear, library.column_linear, x, weight, bias, axis, sequence_parallel)
+    return _apply(COLUMN, library.column_linear, x, weight, bias, axis, sequence_parallel)
 
 
 def row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: Axis, sequence_parallel: bool) -> torch.Tensor:
     """y[..., T, N] = sum over ranks of x[..., T, K/ranks] weight[N, K/ranks]^T, plus bias; [..., T/ranks, N] with sequence_parallel."""
-    return _apply(_RowLinear, library.row_linear, x, weight, bias, axis, sequence_parallel)
+    return _apply(ROW, library.row_linear, x, weight, bias, axis, sequence_parallel)
 
 
 def _apply(
-    function: type[torch.autograd.Function],
+    product: Product,
     operator: Any,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -114,7 +100,7 @@ def _apply(
         y = operator(x, weight, bias, *handles, axis.key, sequence_parallel)
     else:
         buffers = getattr(weight, "main_grad", None), getattr(bias, "main_grad", None)
-        y = function.apply(x, weight, bias, buffers, axis, sequence_parallel)
+        y = _Linear.apply(x, weight, bias, product, buffers, axis, sequence_parallel)
     return y
 
 

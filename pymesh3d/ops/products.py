@@ -6,7 +6,8 @@ the axis holds T / ranks of them, otherwise all. `buffers`: where gradients of w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -100,3 +101,14 @@ def row_backward(
     grad_x = grad_y.matmul(weight) if needs[0] else None
     grad_weight = add_weight_grad(buffers[0], _rows(grad_y), _rows(x)) if needs[1] else None
     return grad_x, grad_weight, grad_bias
+
+
+class Product(NamedTuple):
+    """A product and its gradients."""
+
+    forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, Axis, bool], torch.Tensor]
+    backward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, Buffers, Axis, bool, Sequence[bool]], Gradients]
+
+
+COLUMN = Product(column_forward, column_backward)
+ROW = Product(row_forward, row_backward)
