@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -24,6 +27,32 @@ def free_port() -> str:
     """A port of this machine that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return str(listener.getsockname()[1])
+
+
+@contextlib.contextmanager
+def two_ranks(script: str, *arguments: str, **environment: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Ranks 0 and 1 of a script's source, that nobody supervises; "RANK" in a value of their environment stands for their number.
+
+    They are killed at the end.
+    """
+    port, ranks = free_port(), []
+    for rank in ("0", "1"):
+        own = {name: value.replace("RANK", rank) for name, value in environment.items()}
+        meeting = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        command = [sys.executable, "-c", script, *arguments]
+        ranks.append(subprocess.Popen(command, env={**os.environ, **meeting, **own}, stdout=subprocess.PIPE, text=True))
+    try:
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
 
 
 def gone(pid: int) -> bool:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.processes import free_port
+from tests.processes import two_ranks
 
 STEPS = """
 import glob, json, sys, torch, pymesh3d
@@ -50,23 +47,10 @@ print(*counts, flush=True)
     ],
 )
 def test_no_communicator_is_made_after_the_start(tmp_path: Path, run: str) -> None:
-    common = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    common |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", STEPS, run, str(tmp_path)],
-            env={**common, "RANK": rank, "LOCAL_RANK": rank, "NCCL_DEBUG_FILE": str(tmp_path / f"rank{rank}.%p")},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]
-    try:
+    log = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT", "NCCL_DEBUG_FILE": str(tmp_path / "rankRANK.%p")}
+    with two_ranks(STEPS, run, str(tmp_path), **log) as ranks:
         for process in ranks:
             told, _ = process.communicate(timeout=100)
             assert process.returncode == 0
             at_start, after_steps = map(int, told.split()[-2:])
             assert at_start == after_steps > 0
-    finally:
-        for process in ranks:
-            process.kill()

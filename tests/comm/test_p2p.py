@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +16,7 @@ from pymesh3d.comm.p2p import TRANSPORTS, VARIABLE, Links, transport
 from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.launch import launch
 from pymesh3d.mesh import init_mesh
-from tests.processes import free_port
+from tests.processes import two_ranks
 
 Ranks = Callable[..., list[Any]]
 COUNT, NUMBERS = 40, 5000
@@ -100,20 +98,10 @@ for step in range(1000):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_killed_peer_is_an_error_though_the_host_waits_for_its_gpu() -> None:
     """The host has filled the GPU's queue, and stands in a call of the driver's until the GPU goes on."""
-    common = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", TRAINS_UNTIL_KILLED], env={**common, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True
-        )
-        for rank in ("0", "1")
-    ]
-    try:
+    with two_ranks(TRAINS_UNTIL_KILLED) as ranks:
         told, _ = ranks[0].communicate(timeout=100)
         assert ranks[1].wait(10) == 9
         assert ranks[0].returncode == 0
-    finally:
-        for process in ranks:
-            process.kill()
     assert "over axis pp with ranks [1] failed" in told and "has not finished within 6" in told
     assert 5.0 < float(told.split()[0]) < 15.0
 

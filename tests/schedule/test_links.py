@@ -3,13 +3,9 @@
 import pytest
 
 from pymesh3d.schedule import Action, Schedule, ScheduleError, build, check_links, parse, simulate
+from tests.schedules import hand_made
 
 ORDERS = "rank {} and rank {} make the transfers of their link in different orders"
-
-
-def hand_made(*ranks: str, microbatches: int = 1, virtual: int = 1) -> Schedule:
-    lines = [f"rank {rank}: {actions}" for rank, actions in enumerate(ranks)]
-    return parse("\n".join([f"schedule mine: pp {len(ranks)}, microbatches {microbatches}, virtual {virtual}", *lines]))
 
 
 def fault(schedule: Schedule) -> ScheduleError:

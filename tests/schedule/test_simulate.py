@@ -3,12 +3,8 @@
 import pytest
 
 from pymesh3d.errors import ConfigError
-from pymesh3d.schedule import Schedule, ScheduleError, Times, build, parse, simulate
-
-
-def hand_made(*ranks: str, microbatches: int = 1, virtual: int = 1) -> Schedule:
-    lines = [f"rank {rank}: {actions}" for rank, actions in enumerate(ranks)]
-    return parse("\n".join([f"schedule mine: pp {len(ranks)}, microbatches {microbatches}, virtual {virtual}", *lines]))
+from pymesh3d.schedule import Schedule, ScheduleError, Times, build, simulate
+from tests.schedules import hand_made
 
 
 def fault(schedule: Schedule) -> ScheduleError:

@@ -15,6 +15,7 @@ from pymesh3d.errors import ConfigError
 from pymesh3d.triton_kernels import backend
 from pymesh3d.triton_kernels.dropout import TILE, dropout, dropout_ref, dropped_of, launch
 from pymesh3d.triton_kernels.philox import DTYPES, REF_CHUNK, philox4x32_ref
+from tests.cuts import draw_cut
 
 KEY, COUNTER = 0xF123456789ABCDEF, 0x8000000700000003
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -167,10 +168,7 @@ def test_an_empty_shard_stays_empty(run: Any, shape: tuple[int, ...]) -> None:
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_every_cut_gives_slices_of_the_whole(data: st.DataObject) -> None:
-    rows, cols = data.draw(st.integers(1, 40), label="rows"), data.draw(st.integers(1, 40), label="cols")
-    top, left = data.draw(st.integers(0, rows - 1), label="top"), data.draw(st.integers(0, cols - 1), label="left")
-    height, width = data.draw(st.integers(0, rows - top), label="height"), data.draw(st.integers(0, cols - left), label="width")
-    row0 = data.draw(st.sampled_from([0, 2**31 - 1, 2**40]), label="row0")
+    rows, cols, top, left, height, width, row0 = draw_cut(data)
     mask = {
         "key": data.draw(st.integers(0, 2**64 - 1), label="key"),
         "counter": data.draw(st.integers(0, 2**64 - 1), label="counter"),

@@ -14,6 +14,7 @@ from pymesh3d.errors import ConfigError
 from pymesh3d.triton_kernels import backend
 from pymesh3d.triton_kernels.backend import jit, tl
 from pymesh3d.triton_kernels.philox import DTYPES, NORMAL_STD, launch, philox4x32, philox4x32_ref, philox_fill_, philox_fill_ref
+from tests.cuts import draw_cut
 
 KEY = 0xF123456789ABCDEF
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -154,10 +155,7 @@ def test_only_the_given_view_is_written(fill: type(philox_fill_ref), transpose: 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_every_cut_gives_slices_of_the_whole(data: st.DataObject) -> None:
-    rows, cols = data.draw(st.integers(1, 40), label="rows"), data.draw(st.integers(1, 40), label="cols")
-    top, left = data.draw(st.integers(0, rows - 1), label="top"), data.draw(st.integers(0, cols - 1), label="left")
-    height, width = data.draw(st.integers(0, rows - top), label="height"), data.draw(st.integers(0, cols - left), label="width")
-    row0 = data.draw(st.sampled_from([0, 2**31 - 1, 2**40]), label="row0")
+    rows, cols, top, left, height, width, row0 = draw_cut(data)
     common = {
         "key": data.draw(st.integers(0, 2**64 - 1), label="key"),
         "kind": data.draw(st.sampled_from(KINDS), label="kind"),
