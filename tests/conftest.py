@@ -1,4 +1,4 @@
-"""Fixtures of every test: ranks of a process group as plain functions."""
+"""Fixtures of every test: ranks of a process group as plain functions, and the library that stands for CUDA and NCCL."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import stub
 from tests.pool import Pool
 
 
@@ -52,3 +53,9 @@ def fresh_ranks() -> Iterator[Callable[..., list[Any]]]:
 
     yield run
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The path of the library that stands for libcuda and libnccl."""
+    return stub.build(tmp_path_factory.mktemp("stub"))

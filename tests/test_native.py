@@ -5,7 +5,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,15 @@ from pymesh3d import __version__
 from pymesh3d.comm import native
 from tests import stub
 from tests.processes import ticks_while
+from tests.stub import COMPILER
 
 ROOT = Path(__file__).parents[1]
 CORE = [ROOT / "csrc" / f"{name}.cpp" for name in ("gpu", "library", "link", "nccl", "probe")]
+PROGRAMS = [ROOT / "csrc" / f"{name}.cpp" for name in ("core_test", "link_test")]
 SANITIZERS = {
     "memory": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "threads": ["-fsanitize=thread"],
 }
-COMPILER = shutil.which("g++") or shutil.which("c++")
 HEADERS = Path(sysconfig.get_path("include"), "Python.h").is_file()
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine")
@@ -137,35 +139,68 @@ def test_other_threads_run_while_a_library_is_opened(fake: Build) -> None:
     assert ticks >= 5, "no other thread ran while the library was opened"
 
 
-def run_core(program: str, kind: str, folder: Path, *arguments: str) -> None:
-    """Builds a test program of the core, csrc/<program>.cpp, with sanitizers and runs it."""
-    binary = folder / program
-    flags = ["-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-pthread", *SANITIZERS[kind]]
-    assert COMPILER is not None
-    subprocess.run([COMPILER, *flags, *CORE, ROOT / "csrc" / f"{program}.cpp", "-o", binary, "-ldl"], check=True, timeout=100)
-    done = subprocess.run([binary, *arguments], capture_output=True, text=True, timeout=400)
-    if "ThreadSanitizer: unexpected memory mapping" in done.stderr:
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """For each kind of sanitizers, a folder with the test programs of the core and the library for CUDA and NCCL."""
+    flags = ["-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-pthread"]
+    folders = {kind: tmp_path_factory.mktemp(kind) for kind in SANITIZERS}
+
+    def compile_and_link(kind: str, *arguments: str | Path) -> None:
+        assert COMPILER is not None
+        subprocess.run([COMPILER, *flags, *SANITIZERS[kind], *arguments], cwd=folders[kind], check=True, timeout=100)
+
+    with ThreadPoolExecutor(os.cpu_count()) as compilers:
+        libraries = [compilers.submit(stub.build, folder, *SANITIZERS[kind]) for kind, folder in folders.items()]
+        sources = [compilers.submit(compile_and_link, kind, "-c", source) for source in [*PROGRAMS, *CORE] for kind in SANITIZERS]
+        for compiled in [*libraries, *sources]:
+            compiled.result()
+    for kind in SANITIZERS:
+        for program in PROGRAMS:
+            compile_and_link(kind, *(f"{source.stem}.o" for source in [program, *CORE]), "-o", program.stem, "-ldl")
+    return folders
+
+
+def started(program: Path, *arguments: str | Path) -> subprocess.Popen[str]:
+    return subprocess.Popen([program, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def expect_success(process: subprocess.Popen[str]) -> None:
+    try:
+        _, errors = process.communicate(timeout=400)
+    finally:
+        process.kill()
+    if "ThreadSanitizer: unexpected memory mapping" in errors:
         pytest.skip("ThreadSanitizer does not know how this kernel lays out memory")
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, errors
+
+
+@pytest.fixture(scope="module")
+def quick_links(sanitized: dict[str, Path]) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """The tests of links under each kind, at the same time: most of it is waiting."""
+    running = {kind: started(folder / "link_test", folder / "libstub.so", "1000") for kind, folder in sanitized.items()}
+    yield running
+    for process in running.values():
+        process.kill()
+        process.communicate(timeout=10)
 
 
 @needs_compiler
-def test_core_under_the_sanitizers(fake: Build, tmp_path: Path) -> None:
-    run_core("core_test", "memory", tmp_path, fake("*version = 22809; return 0;"))
+def test_core_under_the_sanitizers(fake: Build, sanitized: dict[str, Path]) -> None:
+    expect_success(started(sanitized["memory"] / "core_test", fake("*version = 22809; return 0;")))
 
 
 @needs_compiler
 @pytest.mark.parametrize("kind", SANITIZERS)
-def test_links_under_the_sanitizers(tmp_path: Path, kind: str) -> None:
-    run_core("link_test", kind, tmp_path, stub.build(COMPILER, tmp_path, *SANITIZERS[kind]), "1000")
+def test_links_under_the_sanitizers(quick_links: dict[str, subprocess.Popen[str]], kind: str) -> None:
+    expect_success(quick_links[kind])
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @needs_compiler
 @pytest.mark.parametrize("kind", SANITIZERS)
-def test_many_transfers_with_long_delays(tmp_path: Path, kind: str) -> None:
-    run_core("link_test", kind, tmp_path, stub.build(COMPILER, tmp_path, *SANITIZERS[kind]), "10000")
+def test_many_transfers_with_long_delays(sanitized: dict[str, Path], kind: str) -> None:
+    expect_success(started(sanitized[kind] / "link_test", sanitized[kind] / "libstub.so", "10000"))
 
 
 STALE = """

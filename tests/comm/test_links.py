@@ -17,7 +17,7 @@ from pymesh3d.errors import DistributedError
 from pymesh3d.mesh import Axis, exchange_text
 from tests import stub
 from tests.processes import ticks_while, until
-from tests.test_native import COMPILER, needs_compiler, needs_core
+from tests.test_native import needs_compiler, needs_core
 
 pytestmark = [needs_core, needs_compiler]
 
@@ -26,11 +26,6 @@ CPU = torch.device("cpu")
 COUNT, NUMBERS = 38, 5000
 LARGE = 1_000_000  # numbers; more than leave before the other end receives
 HANGS = 0.5  # seconds
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return stub.build(COMPILER, tmp_path_factory.mktemp("stub"))
 
 
 class End:

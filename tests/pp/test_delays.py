@@ -17,7 +17,7 @@ from pymesh3d.pp.run import Microbatch, run
 from pymesh3d.pp.stage import Stage
 from pymesh3d.schedule import build
 from tests import stub
-from tests.test_native import COMPILER, needs_compiler, needs_core
+from tests.test_native import needs_compiler, needs_core
 
 pytestmark = [needs_core, needs_compiler]
 
@@ -113,11 +113,6 @@ def late_steps(library: str, name: str, virtual: int, steps: int) -> tuple[int, 
         machine.synchronize(0)
         mesh.close()
     return steps, wrong
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return stub.build(COMPILER, tmp_path_factory.mktemp("stub"))
 
 
 @pytest.mark.parametrize(("name", "virtual", "pp"), SCHEDULES)

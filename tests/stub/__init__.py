@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+COMPILER = shutil.which("g++") or shutil.which("c++")
 TLS = "-ftls-model=initial-exec"  # else ThreadSanitizer does not see that a thread's own data end with it
 
 
-def build(compiler: str | None, folder: Path, *flags: str) -> str:
+def build(folder: Path, *flags: str) -> str:
     """Its path in `folder`. It stays loaded to the end, because its streams are threads."""
     library = folder / "libstub.so"
     shared = ["-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread", "-Wl,-z,nodelete", TLS]
     source = Path(__file__).with_name("nccl.cpp")
-    assert compiler is not None, "no C++ compiler: mark the test so"
-    subprocess.run([compiler, *shared, *flags, source, "-o", library], check=True, timeout=100)
+    assert COMPILER is not None, "no C++ compiler: mark the test so"
+    subprocess.run([COMPILER, *shared, *flags, source, "-o", library], check=True, timeout=100)
     return str(library)
 
 
