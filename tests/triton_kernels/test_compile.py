@@ -1,11 +1,12 @@
 """Every kernel compiles for sm_80, sm_90 and sm_100, on any machine: no GPU is needed. A later kernel joins by a line in KERNELS.
 
-Each kernel is compiled in a process of its own (this file, run as a script), because the interpreter is chosen for a whole process and
-because the compiler may abort.
+This file is run as a script, because the interpreter is chosen for a whole process. The script forks for each kernel, because the compiler
+may abort.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -49,14 +50,41 @@ def _compile(case: str) -> dict[str, tuple[str, int]]:
     return built
 
 
-@pytest.mark.parametrize("case", KERNELS)
-def test_compiles_without_a_gpu(case: str, tmp_path: Path) -> None:
+def _compile_apart(folder: Path) -> None:
+    """Compile every kernel, as many at once as there are cores; what comes of it is in files by the kernel's number."""
+    importlib.import_module("pymesh3d.triton_kernels")  # once, for all that are forked
+    for number, case in enumerate(KERNELS):
+        if number >= (os.cpu_count() or 1):
+            os.wait()
+        if os.fork() == 0:
+            with (folder / f"{number}.err").open("w") as errors:
+                os.dup2(errors.fileno(), sys.stderr.fileno())
+            (folder / f"{number}.json").write_text(json.dumps(_compile(case)))
+            os._exit(0)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with what came of each kernel."""
     pytest.importorskip("triton", reason="triton cannot be installed here, so there is nothing to compile with")
     paths = os.pathsep.join(filter(None, sys.path))
-    env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}  # 0: unset would mean 1 here
-    child = subprocess.run([sys.executable, __file__, case], env=env, capture_output=True, text=True, timeout=240)
-    assert child.returncode == 0, f"{case} does not compile:\n{child.stderr}"
-    built = json.loads(child.stdout.splitlines()[-1])
+    folder, cache = tmp_path_factory.mktemp("compiled"), tmp_path_factory.mktemp("cache")
+    env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": paths}  # 0: unset would mean 1 here
+    child = subprocess.run([sys.executable, __file__, str(folder)], env=env, capture_output=True, text=True, timeout=240)
+    assert child.returncode == 0, child.stderr
+    return folder
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", KERNELS)
+def test_compiles_without_a_gpu(compiled: Path, case: str) -> None:
+    number = list(KERNELS).index(case)
+    result = compiled / f"{number}.json"
+    assert result.exists(), f"{case} does not compile:\n{(compiled / f'{number}.err').read_text()}"
+    built = json.loads(result.read_text())
     for architecture in ARCHITECTURES:
         target, size = built[str(architecture)]
         assert f"sm_{architecture}" in target, f"{case}: asked for sm_{architecture}, the PTX says {target}"
@@ -64,4 +92,4 @@ def test_compiles_without_a_gpu(case: str, tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_compile(sys.argv[1])))
+    _compile_apart(Path(sys.argv[1]))
