@@ -166,7 +166,7 @@ def _serve(connection: Connection) -> None:
 class _Worker:
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.fx.experimental.symbolic_shapes", "numpy"])
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()
