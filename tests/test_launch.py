@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -156,16 +157,23 @@ if rank == 0:
 )
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signal_ends_even_stubborn_ranks(tmp_path, number, code):
-    with Launcher(STUBBORN + "time.sleep(60)", tmp_path, 3) as parent:
-        children = pids(tmp_path, 4)
-        time.sleep(0.1)  # for rank 0 to freeze
+def test_signals_end_even_stubborn_ranks(tmp_path):
+    """Each signal its own parent, both at once: they have to wait for their ranks."""
+    ends = {signal.SIGINT: 130, signal.SIGTERM: 143}
+    with contextlib.ExitStack() as stack:
+        parents = {}
+        for number in ends:
+            (tmp_path / number.name).mkdir()
+            parents[number] = stack.enter_context(Launcher(STUBBORN + "time.sleep(60)", tmp_path / number.name, 3))
+        children = [pid for number in ends for pid in pids(tmp_path / number.name, 4)]
+        time.sleep(0.1)  # for both ranks 0 to freeze
         start = time.monotonic()
-        parent.send_signal(number)
-        assert parent.wait(timeout=5) == code
+        for number, parent in parents.items():
+            parent.send_signal(number)
+        for number, parent in parents.items():
+            assert parent.wait(timeout=start + 5 - time.monotonic()) == ends[number], number
+            assert parent.stderr is not None and "Traceback" not in parent.stderr.read()
         assert until(lambda: all(gone(pid) for pid in children), start + 5 - time.monotonic())
-        assert parent.stderr is not None and "Traceback" not in parent.stderr.read()
 
 
 def test_failure_ends_even_stubborn_ranks(tmp_path):
