@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 
 from pymesh3d import __version__
-from pymesh3d.bench import dropout, p2p, philox
+from pymesh3d.bench import cross_entropy, dropout, p2p, philox
 from pymesh3d.bench import model as bench_model
 from pymesh3d.bench import train as bench_train
 from pymesh3d.commands import check, draw, env, train
@@ -33,7 +33,14 @@ from pymesh3d.launch import is_child, launch, watch_parent
 from pymesh3d.rendezvous import agent_store, world_size
 from pymesh3d.schedule import SCHEDULES as DRAWN
 
-BENCHMARKS = {"dropout": dropout.main, "model": bench_model.main, "p2p": p2p.main, "philox": philox.main, "train": bench_train.main}
+BENCHMARKS = {
+    "cross_entropy": cross_entropy.main,
+    "dropout": dropout.main,
+    "model": bench_model.main,
+    "p2p": p2p.main,
+    "philox": philox.main,
+    "train": bench_train.main,
+}
 RANKS_OF_A_CORE = 32  # at most: more than that is a slip of the pen
 NOT_YET = {  # option: what it can be, what it cannot be yet, and what to do instead
     "schedule": (SCHEDULES, "gpipe, 1f1b and interleaved are here; zero-bubble schedules are not available yet", "Use --schedule 1f1b"),
@@ -101,9 +108,9 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "name",
         choices=BENCHMARKS,
-        help="dropout: the kernel that zeroes at random; model: steps of a 1B model on the layouts of the GPUs here, and where their time "
-        "goes; p2p: sends and receives between stages; philox: the kernel that makes random numbers; train: the loss curves and speed of "
-        "every layout of the GPUs here",
+        help="cross_entropy: the loss, forward and backward; dropout: the kernel that zeroes at random; model: steps of a 1B model on the "
+        "layouts of the GPUs here, and where their time goes; p2p: sends and receives between stages; philox: the kernel that makes random "
+        "numbers; train: the loss curves and speed of every layout of the GPUs here",
     )
     bench.add_argument("--json", type=_name, metavar="FILE", help="write the results as JSON")
     here = commands.add_parser("env", help="what this machine has, what is missing, and what runs instead")

@@ -137,6 +137,83 @@ def test_a_logit_that_is_not_finite_reaches_every_rank(ranks: Ranks) -> None:
         assert minus == pytest.approx(expected, rel=1e-12)
 
 
+def only_padding() -> list[float]:
+    """A vocabulary so small that half of the ranks hold none of it, with NaN in the padding."""
+    mesh = init_mesh(tp=4, dp=1, device="cpu")
+    vocab = 3
+    target = torch.tensor([0, 2, -100, 1])
+    losses = []
+    for smoothing in (0.0, 0.1):
+        for special in (None, math.nan, math.inf, -math.inf):
+            logits = normal(4, V)
+            logits[:, vocab:] = math.nan
+            if special is not None:
+                logits[0, 2] = special
+                logits[3, :vocab] = special
+            reference = logits[:, :vocab].clone().requires_grad_()
+            expected = F.cross_entropy(reference, target, label_smoothing=smoothing, reduction="none")
+            expected.sum().backward()
+            local = own(logits, mesh).requires_grad_()
+            loss = vocab_parallel_cross_entropy(local, target, label_smoothing=smoothing, reduction="none", mesh=mesh, vocab=vocab)
+            loss.sum().backward()
+            torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0, equal_nan=True)
+            whole_grad = own(F.pad(reference.grad, (0, V - vocab)), mesh)
+            torch.testing.assert_close(local.grad, whole_grad, rtol=1e-12, atol=1e-15, equal_nan=True)
+            losses += loss.nan_to_num(-1.0).tolist()
+    mesh.close()
+    return losses
+
+
+def test_ranks_with_nothing_but_padding(ranks: Ranks) -> None:
+    losses = ranks(4, only_padding)
+    assert losses == [losses[0]] * 4, "the same bits on every rank"
+
+
+def lifted() -> tuple[list[float], list[float], bool]:
+    """Float32 logits, and the same with 2^14 on all of them, where a sum of logits or a logarithm of it has few bits left."""
+    mesh = init_mesh(tp=2, dp=1, device="cpu")
+    logits, target = (normal(6, 64) * 64).round().float() / 64, torch.arange(6) * 11
+    losses, grads = [], []
+    for constant in (0, 2**14):
+        local = own(logits + constant, mesh).requires_grad_()
+        loss = vocab_parallel_cross_entropy(local, target, label_smoothing=0.1, reduction="none", mesh=mesh)
+        loss.sum().backward()
+        losses.append(loss.tolist())
+        grads.append(local.grad)
+    mesh.close()
+    return losses[0], losses[1], torch.equal(*grads)
+
+
+def test_a_constant_on_all_logits_changes_nothing(ranks: Ranks) -> None:
+    for plain, shifted, same_gradients in ranks(2, lifted):
+        assert shifted == pytest.approx(plain, rel=1e-6)
+        assert same_gradients
+
+
+def kept_for_backward() -> tuple[bool, int, str]:
+    """Whether the logits themselves are kept, how many numbers a token besides, and what a change in place leads to."""
+    mesh = init_mesh(tp=2, dp=1, device="cpu")
+    logits, target = own(normal(16, V).bfloat16(), mesh).requires_grad_() * 1, torch.arange(16) % V
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        vocab_parallel_cross_entropy(logits, target, label_smoothing=0.1, reduction="sum", mesh=mesh)
+    others = [t for t in kept if t.data_ptr() != logits.data_ptr()]
+    loss = vocab_parallel_cross_entropy(logits, target, mesh=mesh)
+    with torch.no_grad():
+        logits.zero_()
+    with pytest.raises(RuntimeError) as error:
+        loss.backward()
+    mesh.close()
+    return len(others) == len(kept) - 1, sum(t.untyped_storage().nbytes() // t.element_size() for t in others) // 16, str(error.value)
+
+
+def test_backward_needs_the_logits_and_a_few_numbers_a_token(ranks: Ranks) -> None:
+    for logits_kept, numbers, error in ranks(2, kept_for_backward):
+        assert logits_kept
+        assert numbers <= 6
+        assert "modified by an inplace operation" in error
+
+
 def bf16_logits() -> tuple[float, torch.Tensor]:
     mesh = init_mesh(tp=2, dp=1, device="cpu")
     logits = normal(16, 64).bfloat16()
@@ -160,21 +237,21 @@ def test_bf16_logits_are_computed_in_float32(ranks: Ranks) -> None:
         assert grad_error < 2**-8, "rounded once"
 
 
-def outside() -> tuple[list[bool], list[bool], list[bool]]:
+def outside() -> tuple[list[list[bool]], list[bool], list[bool]]:
     """Where numbers are NaN when nobody has looked at targets and ids, as on a GPU."""
     mesh = init_mesh(tp=2, dp=1, device="cpu")
     targets = torch.tensor([-100, -1, 0, 6, 7, 8])
-    loss = cross_entropy(torch.zeros(6, 4), targets, mesh.tp, vocab=7)
+    losses = [cross_entropy(torch.zeros(6, 4), targets, mesh.tp, vocab=7, label_smoothing=smoothing) for smoothing in (0.0, 0.1, 1.0)]
     rows = [
         vocab_lookup(torch.tensor([-1, 0, 6, 7, 8, 3]), torch.ones(4, 2), mesh.tp, sp, vocab=7, padding_idx=None) for sp in (False, True)
     ]
     mesh.close()
-    return loss.isnan().tolist(), rows[0].isnan().all(-1).tolist(), rows[1].isnan().any(-1).tolist()
+    return [loss.isnan().tolist() for loss in losses], rows[0].isnan().all(-1).tolist(), rows[1].isnan().any(-1).tolist()
 
 
 def test_what_is_outside_the_vocabulary_becomes_nan(ranks: Ranks) -> None:
-    for rank, (loss, rows, part) in enumerate(ranks(2, outside)):
-        assert loss == [False, True, False, False, True, True]
+    for rank, (losses, rows, part) in enumerate(ranks(2, outside)):
+        assert losses == [[False, True, False, False, True, True]] * 3
         assert rows == [True, False, False, True, True, False]
         assert part == rows[3 * rank : 3 * rank + 3]
 

@@ -21,7 +21,9 @@ ARCHITECTURES = (80, 90, 100)
 # name -> (file, kernel, types of its arguments in order, its constexpr arguments)
 PHILOX = " i64 i64 i64 i64 i64 i64 i32 i32 i64"
 DROPOUT = " i32 i32 i64 i64 i64 i64 i32 i32 i32 i32 i32 i64"
+SUMS, GRADIENT = " *i64 *{0} *{0} i64 i64 i32 i32 i64 i64", " *i64 *{0} *{0} *{0} *{1} i64 i32 i32 i64 i64 i64 i64"
 ROW, TALL = {"ALIGNED": True, "BLOCK_ROWS": 1, "BLOCK_COLS": 1024}, {"ALIGNED": False, "BLOCK_ROWS": 128, "BLOCK_COLS": 8}
+RUNS = {"RUNS": 512, "RUN": 8}
 KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "philox normal float32": ("philox", "philox_fill_kernel", "*fp32" + PHILOX, {"NORMAL": True, "BLOCK_ROWS": 1, "BLOCK_COLS": 1024}),
     "philox normal bfloat16": ("philox", "philox_fill_kernel", "*bf16" + PHILOX, {"NORMAL": True, "BLOCK_ROWS": 1024, "BLOCK_COLS": 1}),
@@ -29,6 +31,12 @@ KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "dropout bfloat16": ("dropout", "dropout_kernel", "*bf16 *bf16" + DROPOUT, ROW),
     "dropout float32": ("dropout", "dropout_kernel", "*fp32 *fp32" + DROPOUT, TALL),
     "dropout float64": ("dropout", "dropout_kernel", "*fp64 *fp64" + DROPOUT, TALL | {"BLOCK_ROWS": 8, "BLOCK_COLS": 128}),
+    "cross-entropy bfloat16": ("cross_entropy", "statistics_kernel", "*bf16" + SUMS.format("fp32"), RUNS | {"SMOOTHED": False}),
+    "cross-entropy float16": ("cross_entropy", "statistics_kernel", "*fp16" + SUMS.format("fp32"), RUNS | {"SMOOTHED": True}),
+    "cross-entropy float64": ("cross_entropy", "statistics_kernel", "*fp64" + SUMS.format("fp64"), RUNS | {"SMOOTHED": True}),
+    "cross-entropy backward bfloat16": ("cross_entropy", "gradient_kernel", "*bf16" + GRADIENT.format("fp32", "bf16"), {"BLOCK": 4096}),
+    "cross-entropy backward float32": ("cross_entropy", "gradient_kernel", "*fp32" + GRADIENT.format("fp32", "fp32"), {"BLOCK": 4096}),
+    "cross-entropy backward float64": ("cross_entropy", "gradient_kernel", "*fp64" + GRADIENT.format("fp64", "fp64"), {"BLOCK": 8}),
 }
 
 
