@@ -184,11 +184,13 @@ def quick_links(sanitized: dict[str, Path]) -> Iterator[dict[str, subprocess.Pop
         process.communicate(timeout=10)
 
 
+@pytest.mark.timeout(300)  # the first builds everything
 @needs_compiler
 def test_core_under_the_sanitizers(fake: Build, sanitized: dict[str, Path]) -> None:
     expect_success(started(sanitized["memory"] / "core_test", fake("*version = 22809; return 0;")))
 
 
+@pytest.mark.timeout(300)  # the first builds everything
 @needs_compiler
 @pytest.mark.parametrize("kind", SANITIZERS)
 def test_links_under_the_sanitizers(quick_links: dict[str, subprocess.Popen[str]], kind: str) -> None:
