@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 
 from pymesh3d import __version__
-from pymesh3d.bench import cross_entropy, dropout, p2p, philox
+from pymesh3d.bench import cross_entropy, dropout, p2p, philox, rotary, swiglu
 from pymesh3d.bench import model as bench_model
 from pymesh3d.bench import train as bench_train
 from pymesh3d.commands import check, draw, env, train
@@ -39,6 +39,8 @@ BENCHMARKS = {
     "model": bench_model.main,
     "p2p": p2p.main,
     "philox": philox.main,
+    "rotary": rotary.main,
+    "swiglu": swiglu.main,
     "train": bench_train.main,
 }
 RANKS_OF_A_CORE = 32  # at most: more than that is a slip of the pen
@@ -110,7 +112,8 @@ def parser() -> argparse.ArgumentParser:
         choices=BENCHMARKS,
         help="cross_entropy: the loss, forward and backward; dropout: the kernel that zeroes at random; model: steps of a 1B model on the "
         "layouts of the GPUs here, and where their time goes; p2p: sends and receives between stages; philox: the kernel that makes random "
-        "numbers; train: the loss curves and speed of every layout of the GPUs here",
+        "numbers; rotary, swiglu: what a layer does between its matrix products; train: the loss curves and speed of every layout of the "
+        "GPUs here",
     )
     bench.add_argument("--json", type=_name, metavar="FILE", help="write the results as JSON")
     here = commands.add_parser("env", help="what this machine has, what is missing, and what runs instead")

@@ -19,6 +19,8 @@ from pymesh3d.config import ModelConfig
 from pymesh3d.initial import fill_
 from pymesh3d.models.dropout import Dropout, Masks
 from pymesh3d.models.recompute import computed_again
+from pymesh3d.ops.rotary import Angles, angles, rotary
+from pymesh3d.ops.swiglu import swiglu
 from pymesh3d.placement import Part, placement_of
 from pymesh3d.tp.plan import Column, Norm, Row, Style, Vocab
 
@@ -32,21 +34,6 @@ class FusedLinear(nn.Linear):
         self.parts = tuple(part.size for part in cut)
 
 
-def rotary(seq: int, head_dim: int, theta: float, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine [S, 1, 1, E/2] of the rotary position angles (Su et al. 2021, eq. 34)."""
-    exact = torch.float64 if like.dtype == torch.float64 else torch.float32
-    rates = theta ** (-torch.arange(0, head_dim, 2, device=like.device, dtype=exact) / head_dim)
-    angles = torch.outer(torch.arange(seq, device=like.device, dtype=exact), rates)[:, None, None, :]
-    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
-
-
-def rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Turn the pairs (first half, second half) of x [S, B, heads, E] by the position's angles."""
-    cos, sin = rope
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
 class Attention(nn.Module):
     """Causal self-attention with grouped queries."""
 
@@ -58,12 +45,10 @@ class Attention(nn.Module):
         self.qkv = FusedLinear(config.dim, (query, key, key), **options)
         self.out = nn.Linear(config.dim, config.dim, bias=False, **options)
 
-    def forward(self, x: torch.Tensor, batch: int, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: Angles) -> torch.Tensor:
         """x [T, D] -> [T, D]. How many heads there are is read off the projection, so a cut layer works unchanged."""
-        parts: tuple[int, ...] = self.qkv.parts
-        q, k, v = (part.view(-1, batch, part.shape[-1] // self.head_dim, self.head_dim) for part in self.qkv(x).split(parts, dim=-1))
-        q, k = rotate(q, rope), rotate(k, rope)
-        q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))  # [B, heads, S, E]
+        heads, kv_heads, _ = (size // self.head_dim for size in self.qkv.parts)
+        q, k, v = (part.permute(1, 2, 0, 3) for part in rotary(self.qkv(x), rope, heads, kv_heads))  # [B, heads, S, E]
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         y = self.out(y.permute(2, 0, 1, 3).flatten(2).flatten(0, 1))
         return y
@@ -81,16 +66,11 @@ class FeedForward(nn.Module):
         """x [T, D] -> [T, D]. `thrifty`: for backward, the input of `down` is computed again."""
         y: torch.Tensor
         if thrifty:
-            with computed_again(self._activate, self.gate_up(x)) as z:
+            with computed_again(swiglu, self.gate_up(x)) as z:
                 y = self.down(z)
         else:
-            y = self.down(self._activate(self.gate_up(x)))
+            y = self.down(swiglu(self.gate_up(x)))
         return y
-
-    def _activate(self, x: torch.Tensor) -> torch.Tensor:
-        parts: tuple[int, ...] = self.gate_up.parts
-        gate, up = x.split(parts, dim=-1)
-        return F.silu(gate) * up
 
 
 class Block(nn.Module):
@@ -105,12 +85,10 @@ class Block(nn.Module):
         self.attention_dropout = Dropout(f"{name}.attention")
         self.ffn_dropout = Dropout(f"{name}.ffn")
 
-    def forward(
-        self, h: torch.Tensor, batch: int, rope: tuple[torch.Tensor, torch.Tensor], masks: Masks | None = None, thrifty: bool = False
-    ) -> torch.Tensor:
+    def forward(self, h: torch.Tensor, batch: int, rope: Angles, masks: Masks | None = None, thrifty: bool = False) -> torch.Tensor:
         """h [T, D] -> [T, D]. `thrifty`: for backward, norms and activations are computed again."""
         with computed_again(self.attention_norm, h) if thrifty else nullcontext(self.attention_norm(h)) as x:
-            y: torch.Tensor = self.attention(x, batch, rope)
+            y: torch.Tensor = self.attention(x, rope)
         h = h + (y if masks is None else self.attention_dropout(y, batch, masks))
         with computed_again(self.ffn_norm, h) if thrifty else nullcontext(self.ffn_norm(h)) as x:
             y = self.ffn(x, thrifty)
@@ -150,7 +128,7 @@ class Llama(nn.Module):
             assert self.embed is not None, "a stage without the embedding needs the hidden states of the one before"
             h = self.embed(ids.t().reshape(-1))
             h = h if masks is None else self.embed_dropout(h, batch, masks)
-        rope = rotary(seq, self.config.head_dim, self.config.rope_theta, h)
+        rope = angles(seq, self.config.head_dim, self.config.rope_theta, h)
         for layer in self.layers.values() if layers is None else [self.layers[str(number)] for number in layers]:
             if self.recompute == "full" and torch.is_grad_enabled():
                 h = checkpoint(layer, h, batch, rope, masks, use_reentrant=False, preserve_rng_state=False)

@@ -23,6 +23,8 @@ PHILOX = " i64 i64 i64 i64 i64 i64 i32 i32 i64"
 DROPOUT = " i32 i32 i64 i64 i64 i64 i32 i32 i32 i32 i32 i64"
 SUMS, GRADIENT = " *i64 *{0} *{0} i64 i64 i32 i32 i64 i64", " *i64 *{0} *{0} *{0} *{1} i64 i32 i32 i64 i64 i64 i64"
 ROW, TALL = {"ALIGNED": True, "BLOCK_ROWS": 1, "BLOCK_COLS": 1024}, {"ALIGNED": False, "BLOCK_ROWS": 128, "BLOCK_COLS": 8}
+PIECE = {"BLOCK_ROWS": 1, "BLOCK_COLS": 2048}
+TURN = {"BACKWARD": False, "BLOCK_TOKENS": 32, "BLOCK_HALF": 64}
 RUNS = {"RUNS": 512, "RUN": 8}
 KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "philox normal float32": ("philox", "philox_fill_kernel", "*fp32" + PHILOX, {"NORMAL": True, "BLOCK_ROWS": 1, "BLOCK_COLS": 1024}),
@@ -30,6 +32,11 @@ KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "philox uniform float64": ("philox", "philox_fill_kernel", "*fp64" + PHILOX, {"NORMAL": False, "BLOCK_ROWS": 8, "BLOCK_COLS": 128}),
     "dropout bfloat16": ("dropout", "dropout_kernel", "*bf16 *bf16" + DROPOUT, ROW),
     "dropout float32": ("dropout", "dropout_kernel", "*fp32 *fp32" + DROPOUT, TALL),
+    "rotary bfloat16": ("rotary", "rotary_kernel", "*bf16 *bf16 *bf16 *bf16 *fp32 *fp32" + " i64" * 10 + " i32" * 4, TURN),
+    "rotary backward float64": ("rotary", "rotary_kernel", "*fp64 " * 6 + "i64 " * 10 + "i32 " * 4, TURN | {"BACKWARD": True}),
+    "swiglu bfloat16": ("swiglu", "swiglu_kernel", "*bf16 *bf16 i64 i64 i64", PIECE),
+    "swiglu float64": ("swiglu", "swiglu_kernel", "*fp64 *fp64 i64 i64 i64", {"BLOCK_ROWS": 512, "BLOCK_COLS": 4}),
+    "swiglu backward bfloat16": ("swiglu", "swiglu_backward_kernel", "*bf16 *bf16 *bf16 i64 i64 i64 i64", PIECE),
     "dropout float64": ("dropout", "dropout_kernel", "*fp64 *fp64" + DROPOUT, TALL | {"BLOCK_ROWS": 8, "BLOCK_COLS": 128}),
     "cross-entropy bfloat16": ("cross_entropy", "statistics_kernel", "*bf16" + SUMS.format("fp32"), RUNS | {"SMOOTHED": False}),
     "cross-entropy float16": ("cross_entropy", "statistics_kernel", "*fp16" + SUMS.format("fp32"), RUNS | {"SMOOTHED": True}),
