@@ -25,6 +25,7 @@ from ..mesh import Axis, Mesh, init_mesh
 from . import report
 
 ROUNDS = 12
+WARM = 5  # transfers before the clock starts: a GPU that was idle takes its first launches slowly
 SIZES = {"cuda": [2**16, 2**20, 2**23, 2**25, 2**27], "cpu": [2**10, 2**16]}  # bytes
 ITERATIONS = {"cuda": 20, "cpu": 3}
 COLUMNS = {
@@ -76,8 +77,9 @@ def timed(run: Callable[[], None], mesh: Mesh, iterations: int) -> tuple[float, 
     """Microseconds of one run, of the device and of the host, the largest over ranks."""
     on_gpu = mesh.device.type == "cuda"
     dist.barrier()
+    for _ in range(WARM):
+        run()
     if on_gpu:
-        torch.cuda.synchronize()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
     began = time.perf_counter()

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <climits>
-#include <sstream>
 #include <thread>
 #include <utility>
 
@@ -27,10 +26,12 @@ std::future<Value> run_apart(std::function<Value()> run) {
 
 }  // namespace
 
+// Not by a stream: where the standard library is linked into this one file and another is in the process, streams take the locale of the
+// other and crash (seen with a Python that is built that way).
 std::string text_of(double seconds) {
-  std::ostringstream text;
-  text << seconds;
-  return text.str();
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", seconds);
+  return text;
 }
 
 // The first fields of ncclConfig_t, those of NCCL 2.18. NCCL reads as many as `size` says and takes its defaults for later ones.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import itertools
+import threading
 import time
 import warnings
 import weakref
@@ -28,6 +29,7 @@ from pymesh3d.topology import Topology, host_name, nvidia_links, physical_device
 _axes: weakref.WeakValueDictionary[str, Axis] = weakref.WeakValueDictionary()
 _axis_numbers = itertools.count()
 
+ABORT = 10.0  # seconds that a transport has to give up
 TEXT_MARK = 0x7465_7874  # upper half of the lengths that `exchange_text` sends, so that nothing else is taken for one
 
 
@@ -114,6 +116,42 @@ class Watched(Protocol):
         """End it, once all that was started has ended."""
 
 
+class _ProcessGroups:
+    """Those of torch's that a mesh has made: destroying them on GPUs would wait for a peer that is lost."""
+
+    def __init__(self, axes: list[Axis], *, everything: bool, on_gpu: bool) -> None:
+        self._axes, self._everything, self._on_gpu = axes, everything, on_gpu
+        self._aborted = False
+
+    def check(self) -> None:
+        """Torch's own watchdog does."""
+
+    def abort(self, seconds: float) -> bool:
+        """End every wait on GPUs; elsewhere each wait has its own limit."""
+        if not self._on_gpu:
+            return True
+        self._aborted = True
+        # All at a time, each on a thread: NCCL waits for what the others have left on the GPU, and may not come back at all.
+        groups = [*(axis.group for axis in self._axes), *([dist.distributed_c10d._get_default_group()] if self._everything else [])]
+        aborting = [threading.Thread(target=group.abort, name="abort process group", daemon=True) for group in groups]
+        deadline = time.monotonic() + seconds
+        for thread in aborting:
+            thread.start()
+        for thread in aborting:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in aborting)
+
+    def close(self) -> None:
+        """Destroy them, all of torch.distributed's if `everything`; those that are aborted end with the process."""
+        if self._aborted or not dist.is_initialized():
+            return
+        if self._everything:
+            dist.destroy_process_group()
+        else:
+            for axis in self._axes:
+                dist.destroy_process_group(axis.group)
+
+
 class Mesh:
     """A grid of ranks. Make it with `init_mesh`; `print(mesh)` shows it.
 
@@ -130,16 +168,16 @@ class Mesh:
         self.rank = dist.get_rank()
         self.ranks = np.arange(layout.world).reshape(layout.sizes)
         self.timeout = timeout
-        self.watched: list[Watched] = []
-        self._owns_process_group = owns_process_group
-        self._subgroups: dict[tuple[str, int | tuple[int, ...]], Axis] = {}
         self._lines: list[Axis] = []
+        groups = _ProcessGroups(self._lines, everything=owns_process_group, on_gpu=device.type == "cuda")
+        self.watched: list[Watched] = [groups]  # links before it: to end the groups may take that nothing else hangs on the GPU
+        self._subgroups: dict[tuple[str, int | tuple[int, ...]], Axis] = {}
         self.all = _everyone()
         # Our own groups under the DeviceMesh: those that it makes itself wait 30 minutes, whatever the limit of the process group.
         axes = [self.new_lines(name, self.along(name).tolist())[0] for name in AXES]
         self.pp, self.dp, self.cp, self.tp = axes
-        groups = [axis.group for axis in axes]
-        self.device_mesh: DeviceMesh = DeviceMesh.from_group(groups, device.type, torch.from_numpy(self.ranks), mesh_dim_names=AXES)
+        of_axes = [axis.group for axis in axes]
+        self.device_mesh: DeviceMesh = DeviceMesh.from_group(of_axes, device.type, torch.from_numpy(self.ranks), mesh_dim_names=AXES)
         self._warn_of_slow_tp()
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
@@ -208,15 +246,19 @@ class Mesh:
             warnings.warn(f"tp group {slow} leaves the NVLink domain: its slowest link is {self.topology.slowest(slow)}", stacklevel=4)
 
     def close(self) -> None:
-        """Destroy the process groups that this mesh made (all of them, if `init_mesh` started torch.distributed)."""
+        """Destroy the process groups that this mesh made (all of them, if `init_mesh` started torch.distributed).
+
+        If a peer has been lost, they are aborted, within `ABORT` seconds each.
+        """
+        try:
+            for watched in self.watched:
+                watched.check()
+        except RuntimeError:
+            for watched in self.watched:
+                watched.abort(ABORT)
         for watched in self.watched:
             watched.close()
         self.watched.clear()
-        if self._owns_process_group and dist.is_initialized():
-            dist.destroy_process_group()
-        elif dist.is_initialized():
-            for axis in self._lines:
-                dist.destroy_process_group(axis.group)
         # The last reference to a group ends its threads, which must not outlive the interpreter: they may still hold Python objects.
         for axis in (self.all, *self._lines):
             axis.__dict__.pop("group", None)

@@ -104,7 +104,7 @@ def _over_nccl(mesh: Mesh, wanted: Sequence[Pairs]) -> Callable[[int, Pairs], Li
         unique = bytes.fromhex(ids[pair[0]].split()[number])
         with named("connecting stages", line):
             end = native.link(gpu, nccl, unique, line.rank, mesh.device, timeout=mesh.timeout.total_seconds())
-        mesh.watched.append(end)
+        mesh.watched.insert(0, end)
         # What torch.cuda.current_stream(device).cuda_stream is, without making an object for each transfer.
         stream = functools.partial(torch._C._cuda_getCurrentRawStream, mesh.device.index)
         return NcclLink(end, line, **_names(line.rank == 0), device=mesh.device, stream=stream)

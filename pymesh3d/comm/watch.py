@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from pymesh3d.mesh import Axis, Mesh, Watched, named
+from pymesh3d.mesh import ABORT, Axis, Mesh, Watched, named
 
 LOOK = 0.01  # seconds between two looks at the peers
-ABORT = 10.0  # seconds that a transport has to give up
 
 
 def on_host(tensor: torch.Tensor, operation: str, mesh: Mesh, axis: Axis | None = None) -> torch.Tensor:

@@ -73,13 +73,13 @@ def test_order_is_kept_between_gpus(monkeypatch: pytest.MonkeyPatch, over: str) 
 
 
 TRAINS_UNTIL_KILLED = """
-import os, time, torch, pymesh3d
+import os, sys, time, torch, pymesh3d
 
-mesh = pymesh3d.init_mesh(pp=2, device="cuda", timeout_s=6)
+mesh = pymesh3d.init_mesh(**{sys.argv[1]: 2}, device="cuda", timeout_s=6)
 config = pymesh3d.TrainConfig(seq=128, global_batch=16, micro_batch=2, dtype="bfloat16")
 model = pymesh3d.Llama(pymesh3d.ModelConfig(vocab=256, dim=256, layers=4, heads=4, kv_heads=2, ffn=512), device="meta")
 engine = pymesh3d.parallelize(model, mesh, config)
-tokens = torch.arange(16 * 128, device="cuda").view(16, 128) % 256
+tokens = (torch.arange(16 * 128, device="cuda").view(16, 128) % 256).chunk(mesh.dp.size)[mesh.dp.rank]
 for step in range(1000):
     began = time.monotonic()
     try:
@@ -96,14 +96,15 @@ for step in range(1000):
 @pytest.mark.gpu
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_killed_peer_is_an_error_though_the_host_waits_for_its_gpu() -> None:
-    """The host has filled the GPU's queue, and stands in a call of the driver's until the GPU goes on."""
-    with two_ranks(TRAINS_UNTIL_KILLED) as ranks:
+@pytest.mark.parametrize("axis", ["pp", "dp", "tp"])
+def test_a_killed_peer_is_an_error_though_the_host_waits_for_its_gpu(axis: str) -> None:
+    """Along pp the host has filled the GPU's queue, and stands in a call of the driver's until the GPU goes on."""
+    with two_ranks(TRAINS_UNTIL_KILLED, axis) as ranks:
         told, _ = ranks[0].communicate(timeout=100)
         assert ranks[1].wait(10) == 9
+        assert "with ranks [1] failed" in told and "has not finished within 6" in told
+        assert 5.0 < float(told.split()[0]) < 15.0
         assert ranks[0].returncode == 0
-    assert "over axis pp with ranks [1] failed" in told and "has not finished within 6" in told
-    assert 5.0 < float(told.split()[0]) < 15.0
 
 
 def not_contiguous() -> list[list[float]] | None:
