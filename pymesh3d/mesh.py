@@ -29,7 +29,7 @@ from pymesh3d.topology import Topology, host_name, nvidia_links, physical_device
 _axes: weakref.WeakValueDictionary[str, Axis] = weakref.WeakValueDictionary()
 _axis_numbers = itertools.count()
 
-ABORT = 10.0  # seconds that a transport has to give up
+ABORT = 2.0  # seconds that a transport has to give up
 TEXT_MARK = 0x7465_7874  # upper half of the lengths that `exchange_text` sends, so that nothing else is taken for one
 
 
@@ -121,7 +121,7 @@ class _ProcessGroups:
 
     def __init__(self, axes: list[Axis], *, everything: bool, on_gpu: bool) -> None:
         self._axes, self._everything, self._on_gpu = axes, everything, on_gpu
-        self._aborted = False
+        self._aborting: list[threading.Thread] = []
 
     def check(self) -> None:
         """Torch's own watchdog does."""
@@ -130,20 +130,19 @@ class _ProcessGroups:
         """End every wait on GPUs; elsewhere each wait has its own limit."""
         if not self._on_gpu:
             return True
-        self._aborted = True
-        # All at a time, each on a thread: NCCL waits for what the others have left on the GPU, and may not come back at all.
-        groups = [*(axis.group for axis in self._axes), *([dist.distributed_c10d._get_default_group()] if self._everything else [])]
-        aborting = [threading.Thread(target=group.abort, name="abort process group", daemon=True) for group in groups]
+        if not self._aborting:  # all at a time, each on a thread: NCCL waits for what the others have on the GPU, and may never come back
+            groups = [*(axis.group for axis in self._axes), *([dist.distributed_c10d._get_default_group()] if self._everything else [])]
+            self._aborting = [threading.Thread(target=group.abort, name="abort process group", daemon=True) for group in groups]
+            for thread in self._aborting:
+                thread.start()
         deadline = time.monotonic() + seconds
-        for thread in aborting:
-            thread.start()
-        for thread in aborting:
+        for thread in self._aborting:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in aborting)
+        return not any(thread.is_alive() for thread in self._aborting)
 
     def close(self) -> None:
         """Destroy them, all of torch.distributed's if `everything`; those that are aborted end with the process."""
-        if self._aborted or not dist.is_initialized():
+        if self._aborting or not dist.is_initialized():
             return
         if self._everything:
             dist.destroy_process_group()

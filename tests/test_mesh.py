@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -375,3 +376,64 @@ def after_closing() -> str:
 
 def test_a_closed_mesh_says_that_it_is_closed(ranks: Ranks) -> None:
     assert ranks(2, after_closing) == ["axis tp of a closed mesh: its ranks no longer talk to each other. Call mesh.close() last"] * 2
+
+
+class Transport:
+    """Writes down what it is told, and is broken where it is said to be."""
+
+    def __init__(self, told: list[str], name: str, broken: bool) -> None:
+        self.told, self.name, self.broken = told, name, broken
+
+    def check(self) -> None:
+        if self.broken:
+            raise RuntimeError("the peer is gone")
+
+    def abort(self, seconds: float) -> bool:
+        self.told.append(f"abort {self.name} within {seconds:g} s")
+        return True
+
+    def close(self) -> None:
+        self.told.append(f"close {self.name}")
+
+
+def closing(broken: bool) -> list[str]:
+    mesh, told = init_mesh(device="cpu"), list[str]()
+    groups = mesh.watched.pop()
+    mesh.watched += [Transport(told, "link", broken), Transport(told, "groups", False)]
+    mesh.close()
+    groups.close()
+    return told
+
+
+def test_a_mesh_that_lost_a_peer_aborts_all_before_it_closes_any(ranks: Ranks) -> None:
+    assert ranks(1, closing, False) == [["close link", "close groups"]]
+    assert ranks(1, closing, True) == [["abort link within 2 s", "abort groups within 2 s", "close link", "close groups"]]
+
+
+def test_process_groups_are_aborted_at_a_time_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL's are: each comes back only when the others have been told, and one not at all."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda *_: pytest.fail("what is aborted must not be destroyed, which waits"))
+    told, all_told, never = list[int](), threading.Barrier(3), threading.Event()
+
+    class Group:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def abort(self) -> None:
+            told.append(self.number)
+            all_told.wait(20)
+            if self.number == 2:
+                never.wait(20)
+
+    axes = [Axis("dp", 0, (0, 1), Group(number)) for number in range(3)]  # type: ignore[arg-type]
+    groups = mesh_module._ProcessGroups(axes, everything=False, on_gpu=True)
+    assert not groups.abort(0.2)
+    groups.close()
+    never.set()
+    assert groups.abort(20)
+    assert sorted(told) == [0, 1, 2]
+
+
+def test_process_groups_off_gpus_are_left_alone() -> None:
+    assert mesh_module._ProcessGroups([Axis("dp", 0, (0, 1), None)], everything=True, on_gpu=False).abort(0.0)  # type: ignore[arg-type]

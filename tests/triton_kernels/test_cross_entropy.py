@@ -310,7 +310,7 @@ def test_full_sizes_on_a_gpu(dtype: torch.dtype, rows: int, cols: int, valid: in
         expected, expected_grad = of_torch(logits[chunk, :valid], target[chunk], 0.1)
         near(loss.detach()[chunk], expected, 16 * UNIT[loss.dtype])
         off = (grad[chunk, :valid] - expected_grad).abs() - 1.01 * UNIT[dtype] * expected_grad.abs()
-        assert off.max() <= 16 * UNIT[loss.dtype] + (2.0**-25 if dtype == torch.float16 else 0.0)
+        assert off.max() <= 16 * UNIT[loss.dtype] + OF_TORCH + (2.0**-25 if dtype == torch.float16 else 0.0)
 
 
 @pytest.mark.gpu
