@@ -25,7 +25,7 @@ from ..mesh import Axis, Mesh, init_mesh
 from . import report
 
 ROUNDS = 12
-WARM = 5  # transfers before the clock starts: a GPU that was idle takes its first launches slowly
+WARM = 5  # transfers before the clock starts: a GPU that was idle takes its first launches slowly, and stages never wait
 SIZES = {"cuda": [2**16, 2**20, 2**23, 2**25, 2**27], "cpu": [2**10, 2**16]}  # bytes
 ITERATIONS = {"cuda": 20, "cpu": 3}
 COLUMNS = {

@@ -48,7 +48,8 @@ def measure(device: str, seq: int, batch: int, heads: int, kv_heads: int, head_d
     grads = [
         torch.randn(batch, count, seq, head_dim, device=device, dtype=x.dtype).permute(2, 0, 1, 3) for count in (heads, kv_heads, kv_heads)
     ]
-    compiled = torch.compile(plain, backend="inductor" if device == "cuda" else "aot_eager")
+    torch._dynamo.reset()  # or the second size would be compiled for any
+    compiled = torch.compile(plain, dynamic=False, backend="inductor" if device == "cuda" else "aot_eager")
     outputs = plain(x, cos, sin, heads, kv_heads), compiled(x, cos, sin, heads, kv_heads)
     passes: dict[str, dict[str, Callable[[], object]]] = {
         "forward": {

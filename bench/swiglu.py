@@ -35,7 +35,8 @@ def measure(device: str, tokens: int, ffn: int) -> list[report.Row]:
     """Medians in ms, forward and backward, of x [tokens, 2 ffn] in bfloat16."""
     x = torch.randn(tokens, 2 * ffn, device=device, dtype=torch.bfloat16, requires_grad=True)
     grad_y = torch.randn(tokens, ffn, device=device, dtype=torch.bfloat16)
-    compiled = torch.compile(plain, backend="inductor" if device == "cuda" else "aot_eager")
+    torch._dynamo.reset()  # or the second size would be compiled for any
+    compiled = torch.compile(plain, dynamic=False, backend="inductor" if device == "cuda" else "aot_eager")
     outputs = plain(x), compiled(x)
     given = x.detach()
     less, more = given[:, : ffn + ffn // 2].clone(), torch.cat((given, given[:, : ffn // 2]), 1)  # each is read and written by a copy

@@ -104,7 +104,7 @@ def raise_named(error: Exception, operation: str, axis: Axis, seconds: float | N
 
 
 class Watched(Protocol):
-    """A transport of our own under the mesh: it can be asked how it is, told to give up, and is closed with the mesh."""
+    """A transport under the mesh: it can be asked how it is, told to give up, and is closed with the mesh."""
 
     def check(self) -> None:
         """Raise RuntimeError with what has gone wrong."""
@@ -131,7 +131,7 @@ class _ProcessGroups:
         if not self._on_gpu:
             return True
         if not self._aborting:  # all at a time, each on a thread: NCCL waits for what the others have on the GPU, and may never come back
-            groups = [*(axis.group for axis in self._axes), *([dist.distributed_c10d._get_default_group()] if self._everything else [])]
+            groups = [dist.group.WORLD, *(axis.group for axis in self._axes)]
             self._aborting = [threading.Thread(target=group.abort, name="abort process group", daemon=True) for group in groups]
             for thread in self._aborting:
                 thread.start()
@@ -247,7 +247,7 @@ class Mesh:
     def close(self) -> None:
         """Destroy the process groups that this mesh made (all of them, if `init_mesh` started torch.distributed).
 
-        If a peer has been lost, they are aborted, within `ABORT` seconds each.
+        If a peer has been lost, links and groups on GPUs are aborted, each within `ABORT` seconds; then this process has to end.
         """
         try:
             for watched in self.watched:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from .backend import available, jit, tl
-from .precision import wide
+from .precision import wide, wide_ref
 
 TILE = 4096  # numbers of a program, at most: tokens of one head. With 8 warps as fast as a copy on an H200, for widths of 64 and 128
 
@@ -91,9 +91,8 @@ def rotary_backward(grad_q: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Te
 
 def launch(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, kv_heads: int) -> QKV:
     """`rotary` by the kernel, whatever the device (on CPU by the interpreter)."""
-    seq, half = cos.shape
-    batch = x.shape[0] // max(seq, 1)
-    q, k, v = (x.new_empty(seq, batch, count, 2 * half) for count in (heads, kv_heads, kv_heads))
+    shapes = _shapes(x, cos, sin, heads, kv_heads)
+    q, k, v = (torch.empty(shape, dtype=x.dtype, device=x.device) for shape in shapes)
     _launch(x.contiguous(), q, k, v, cos, sin, backward=False)
     return q, k, v
 
@@ -101,7 +100,11 @@ def launch(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, kv
 def launch_backward(grad_q: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """`rotary_backward` by the kernel, whatever the device."""
     seq, batch, heads, head_dim = grad_q.shape
-    grad_x = grad_q.new_empty(seq * batch, (heads + 2 * grad_k.shape[2]) * head_dim)
+    width = (heads + 2 * grad_k.shape[2]) * head_dim
+    grad_x = torch.empty(seq * batch, width, dtype=grad_q.dtype, device=grad_q.device)
+    shapes = _shapes(grad_x, cos, sin, heads, grad_k.shape[2])
+    given = [tuple(grad.shape) for grad in (grad_q, grad_k, grad_v)]
+    assert given == shapes, f"gradients {given} where {shapes} belong to the angles"
     grad_q, grad_k, grad_v = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in (grad_q, grad_k, grad_v))
     _launch(grad_x, grad_q, grad_k, grad_v, cos, sin, backward=True)
     return grad_x
@@ -126,19 +129,28 @@ def _launch(
 
 def rotary_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, kv_heads: int) -> QKV:
     """`rotary` in plain torch."""
-    seq, half = cos.shape
-    q, k, v = x.view(seq, -1, heads + 2 * kv_heads, 2 * half).split((heads, kv_heads, kv_heads), dim=2)
-    return _turned(q, cos, sin), _turned(k, cos, sin), v.contiguous()
+    (seq, batch, _, head_dim), *_ = _shapes(x, cos, sin, heads, kv_heads)
+    q, k, v = x.view(seq, batch, heads + 2 * kv_heads, head_dim).split((heads, kv_heads, kv_heads), dim=2)
+    return _turned(q, cos, sin), _turned(k, cos, sin), v.clone(memory_format=torch.contiguous_format)
 
 
 def rotary_backward_ref(
     grad_q: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
     """`rotary_backward` in plain torch."""
-    return torch.cat((_turned(grad_q, cos, -sin), _turned(grad_k, cos, -sin), grad_v), dim=2).flatten(2).flatten(0, 1)
+    return torch.cat((_turned(grad_q, cos, -sin), _turned(grad_k, cos, -sin), grad_v), dim=2).flatten(2).flatten(0, 1).contiguous()
+
+
+def _shapes(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, kv_heads: int) -> list[tuple[int, ...]]:
+    """Those of q, k and v."""
+    seq, half = cos.shape
+    rows, width = x.shape
+    assert sin.shape == cos.shape and cos.dtype == sin.dtype == wide_ref(x[:0]).dtype, f"angles {cos.shape} {cos.dtype} for {x.dtype}"
+    assert rows % max(seq, 1) == 0 and width == (heads + 2 * kv_heads) * 2 * half, f"{rows} x {width} for {seq} positions, {heads} heads"
+    return [(seq, rows // max(seq, 1), count, 2 * half) for count in (heads, kv_heads, kv_heads)]
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     cos, sin = cos[:, None, None, :], sin[:, None, None, :]
-    a, b = x.to(cos.dtype).chunk(2, dim=-1)
+    a, b = wide_ref(x).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

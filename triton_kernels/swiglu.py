@@ -77,7 +77,7 @@ def swiglu_backward(grad_y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def launch(x: torch.Tensor) -> torch.Tensor:
     """`swiglu` by the kernel, whatever the device (on CPU by the interpreter)."""
-    width = x.shape[-1] // 2
+    width = _width(x)
     y = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
     if y.numel():
         x = _rows(x)
@@ -89,7 +89,7 @@ def launch(x: torch.Tensor) -> torch.Tensor:
 
 def launch_backward(grad_y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """`swiglu_backward` by the kernel, whatever the device."""
-    width = x.shape[-1] // 2
+    width = _width(x, grad_y)
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if grad_x.numel():
         x, grad_y = _rows(x), _rows(grad_y)
@@ -101,17 +101,27 @@ def launch_backward(grad_y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def swiglu_ref(x: torch.Tensor) -> torch.Tensor:
     """`swiglu` in plain torch."""
+    _width(x)
     gate, up = wide_ref(x).chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(x.dtype).contiguous()
 
 
 def swiglu_backward_ref(grad_y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """`swiglu_backward` in plain torch."""
+    _width(x, grad_y)
     gate, up = wide_ref(x).chunk(2, dim=-1)
     grad = wide_ref(grad_y)
     sigmoid = gate.sigmoid()
     silu = gate * sigmoid
     return torch.cat((grad * up * (sigmoid + silu * (1 - sigmoid)), grad * silu), dim=-1).to(x.dtype).contiguous()
+
+
+def _width(x: torch.Tensor, grad_y: torch.Tensor | None = None) -> int:
+    """F."""
+    width, odd = divmod(x.shape[-1], 2)
+    assert not odd and x.is_floating_point(), f"gate and up have one width: {tuple(x.shape)} of {x.dtype}"
+    assert grad_y is None or grad_y.shape == (*x.shape[:-1], width), f"a gradient {tuple(grad_y.shape)} for y of x {tuple(x.shape)}"
+    return width
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

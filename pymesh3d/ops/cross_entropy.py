@@ -37,7 +37,7 @@ class _CrossEntropy(torch.autograd.Function):
         loss = torch.sub(total.log(), target_z - maximum, alpha=1 - smoothing)
         if smoothing:
             loss.sub_(summed_z[0], alpha=smoothing / vocab)
-        ctx.save_for_backward(logits, entries, maximum, total)
+        ctx.save_for_backward(logits, entries, maximum, total.clone())  # not the other sums
         ctx.options = {**part, "ignore_index": ignore_index, "smoothing": smoothing}
         # On CUDA nobody looked at the targets, which would wait for the device: one outside has made a NaN, with which no step is taken.
         return loss.masked_fill_(entries == ignore_index, 0).view(target.shape)
@@ -60,9 +60,9 @@ def _rows(logits: torch.Tensor) -> torch.Tensor:
 def cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, axis: Axis, *, vocab: int, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> torch.Tensor:
-    """Per-token loss [T] of local logits [T, V/ranks] and targets [T], the same bits on every rank.
+    """Per-token loss [...] of local logits [..., V/ranks] and targets [...], the same bits on every rank.
 
-    Computed in float32 for bf16 logits, otherwise in the logits' dtype. 0 where the target is `ignore_index`, NaN where it is
+    Computed in float32, for float64 logits in float64. 0 where the target is `ignore_index`, NaN where it is
     outside the vocabulary. Smoothing puts mass label_smoothing / V on each of the V entries, as torch does. The logits are kept for
     backward, so they must not be changed in place before it.
     """

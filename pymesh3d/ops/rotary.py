@@ -62,6 +62,6 @@ def angles(seq: int, head_dim: int, theta: float, like: torch.Tensor) -> Angles:
 
 def rotary(x: torch.Tensor, rope: Angles, heads: int, kv_heads: int) -> kernel.QKV:
     """q [S, B, H, E], k and v [S, B, G, E] of x [S B, (H + 2G) E], the halves of q's and k's heads turned by their position's angles:
-    (a, b) -> (a cos - b sin, b cos + a sin). Computed in the dtype of the angles, and rounded once."""
+    (a, b) -> (a cos - b sin, b cos + a sin). Computed in float32 (float64 for float64), the dtype of the angles, and rounded once."""
     q, k, v = (_rotary if torch.compiler.is_compiling() else _Rotary.apply)(x, *rope, heads, kv_heads)
     return q, k, v

@@ -49,18 +49,6 @@ pytestmark = pytest.mark.filterwarnings(
 )  # of numpy, in the interpreter
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody writes is NaN."""
-    empty = torch.empty
-
-    def poison(*args: Any, **options: Any) -> torch.Tensor:
-        made = empty(*args, **options)
-        return made.fill_(math.nan) if made.is_floating_point() else made
-
-    monkeypatch.setattr(torch, "empty", poison)
-
-
 def part(rows: int, cols: int, valid: int, start: int, dtype: torch.dtype, size: float = 3.0) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits with NaN in the padding and between the rows; targets here, in other parts, in padding, outside and ignored."""
     generator = torch.Generator().manual_seed(rows * cols)

@@ -57,6 +57,7 @@ def agrees(forms: Forms, sizes: Sizes, dtype: torch.dtype, grads: QKV | None = N
     found = forms[0](x, *rope, heads, kv_heads)
     expected = turned(parts[0], rope), turned(parts[1], rope), parts[2].double()
     assert all(close(one, other, dtype) for one, other in zip(found, expected, strict=True))
+    assert len({part.untyped_storage().data_ptr() for part in (x, *found)}) == 4, "all are new"
     grads = grads or tuple(noise(*part.shape, dtype=dtype, seed=1 + i) for i, part in enumerate(parts))  # type: ignore[assignment]
     assert grads is not None
     grad_x = forms[1](*grads, *rope)
@@ -91,6 +92,25 @@ def test_gradients_of_any_strides_are_read(forms: Forms, order: tuple[int, ...])
     assert all(map(torch.equal, grads, before))
 
 
+@pytest.mark.parametrize("forms", BOTH)
+def test_gradients_of_samples_side_by_side_give_a_contiguous_one(forms: Forms) -> None:
+    sizes: Sizes = (1, 3, 4, 2, 8)
+    grads = tuple(noise(1, heads, 8, 3, seed=heads).permute(0, 3, 1, 2) for heads in (4, 2, 2))
+    assert agrees(forms, sizes, torch.float32, grads)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("forms", BOTH)
+def test_sizes_that_do_not_belong_together_are_refused(forms: Forms) -> None:
+    cos, sin = rope_of((4, 2, 4, 2, 8), torch.float32)
+    for x, heads in ((noise(6, 64), 4), (noise(8, 64), 5), (noise(8, 64).double(), 4)):
+        with pytest.raises(AssertionError, match=r"angles|positions"):
+            forms[0](x, cos, sin, heads, 2)
+    grads = noise(4, 2, 4, 8), noise(4, 2, 2, 8), noise(4, 2, 2, 8)
+    for changed in ((grads[0][:3], *grads[1:]), (grads[0], grads[1], grads[2][:, :1]), (grads[0][..., :6], *grads[1:])):
+        with pytest.raises((AssertionError, RuntimeError)):
+            forms[1](*changed, cos, sin)
+
+
 @needs_kernels
 def test_the_operation_runs_the_reference_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pymesh3d.triton_kernels.rotary.launch", None)
@@ -105,6 +125,8 @@ def test_autograd_eager_and_compiled() -> None:
     x = noise(8, 48, dtype=torch.float64).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: differentiable(x, rope, 4, 2), x)
     torch.library.opcheck(torch.ops.pymesh3d.rotary.default, (x, *rope, 4, 2))
+    one = rope_of((1, 1, 2, 1, 6), torch.float64)
+    torch.library.opcheck(torch.ops.pymesh3d.rotary.default, (noise(1, 24, dtype=torch.float64).requires_grad_(), *one, 2, 1))
     grads = [noise(4, 2, heads, 6, dtype=torch.float64, seed=heads + 1).transpose(0, 1).contiguous().transpose(0, 1) for heads in (4, 2, 2)]
     back = torch.cat((turned(grads[0], rope, True), turned(grads[1], rope, True), grads[2]), 2)
     for run in (differentiable, torch.compile(differentiable, fullgraph=True, backend="aot_eager")):

@@ -93,7 +93,21 @@ def test_far_from_zero_and_no_numbers(forms: Forms, dtype: torch.dtype) -> None:
         spoilt = x.clone()
         spoilt[0, place] = torch.nan
         assert forms[0](spoilt).isnan().tolist() == [[True] + [False] * 5]
-        assert forms[1](ones, spoilt).isnan()[0, 0]
+        assert forms[1](ones, spoilt).isnan().tolist() == [[True] + [False] * 5 + [place == 0] + [False] * 5]
+
+
+@pytest.mark.parametrize("forms", BOTH)
+def test_what_has_no_two_halves_is_refused(forms: Forms) -> None:
+    for x, grad_y in (
+        (noise(2, 5), noise(2, 2)),
+        (noise(2, 6), noise(2, 2)),
+        (noise(2, 6), noise(1, 3)),
+        (torch.ones(2, 6).long(), noise(2, 3)),
+    ):
+        with pytest.raises(AssertionError, match=r"gate and up|a gradient"):
+            forms[1](grad_y, x)
+    with pytest.raises(AssertionError, match="gate and up"):
+        forms[0](noise(2, 5))
 
 
 @needs_kernels
@@ -108,6 +122,8 @@ def test_autograd_eager_and_compiled() -> None:
     x = noise(2, 3, 10, dtype=torch.float64).requires_grad_()
     assert torch.autograd.gradcheck(differentiable, x)
     torch.library.opcheck(torch.ops.pymesh3d.swiglu.default, (x,))
+    expanded = noise(1, dtype=torch.float64).expand(2, 3, 5)  # the gradient of a sum
+    torch.library.opcheck(torch.ops.pymesh3d.swiglu_backward.default, (expanded, x.detach()))
     for run in (differentiable, torch.compile(differentiable, fullgraph=True, backend="aot_eager")):
         y, grad_y = run(x), noise(2, 3, 5, dtype=torch.float64, seed=1)
         found = y.detach(), *torch.autograd.grad(y, x, grad_y)
