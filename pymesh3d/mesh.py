@@ -131,7 +131,9 @@ class _ProcessGroups:
         if not self._on_gpu:
             return True
         if not self._aborting:  # all at a time, each on a thread: NCCL waits for what the others have on the GPU, and may never come back
-            groups = [dist.group.WORLD, *(axis.group for axis in self._axes)]
+            groups = [axis.group for axis in self._axes]
+            if dist.group.WORLD is not None:
+                groups.append(dist.group.WORLD)
             self._aborting = [threading.Thread(target=group.abort, name="abort process group", daemon=True) for group in groups]
             for thread in self._aborting:
                 thread.start()
