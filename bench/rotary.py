@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 
 import torch
 
 from ..ops.rotary import angles
 from ..triton_kernels.rotary import rotary, rotary_backward
 from . import report
-from .timing import medians_in_turns
+from .timing import compiled, rows_of_passes
 
 COLUMNS = {
     "pass": ("", ""),
@@ -48,14 +47,13 @@ def measure(device: str, seq: int, batch: int, heads: int, kv_heads: int, head_d
     grads = [
         torch.randn(batch, count, seq, head_dim, device=device, dtype=x.dtype).permute(2, 0, 1, 3) for count in (heads, kv_heads, kv_heads)
     ]
-    torch._dynamo.reset()  # or the second size would be compiled for any
-    compiled = torch.compile(plain, dynamic=False, backend="inductor" if device == "cuda" else "aot_eager")
-    outputs = plain(x, cos, sin, heads, kv_heads), compiled(x, cos, sin, heads, kv_heads)
-    passes: dict[str, dict[str, Callable[[], object]]] = {
+    fused = compiled(plain, device)
+    outputs = plain(x, cos, sin, heads, kv_heads), fused(x, cos, sin, heads, kv_heads)
+    passes = {
         "forward": {
             "rotary_ms": lambda: rotary(given, *rope, heads, kv_heads),
             "torch_ms": lambda: plain(given, cos, sin, heads, kv_heads),
-            "compiled_ms": lambda: compiled(x, cos, sin, heads, kv_heads),
+            "compiled_ms": lambda: fused(x, cos, sin, heads, kv_heads),
             "floor_ms": given.clone,
         },
         "backward": {
@@ -65,12 +63,7 @@ def measure(device: str, seq: int, batch: int, heads: int, kv_heads: int, head_d
             "floor_ms": given.clone,
         },
     }
-    sizes: report.Row = {"device": device, "tokens": seq * batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    rows: list[report.Row] = []
-    for name, candidates in passes.items():
-        medians = medians_in_turns(candidates, device)
-        rows.append({"pass": name, **sizes, **medians, "of_compiled": medians["compiled_ms"] / medians["rotary_ms"]})
-    return rows
+    return rows_of_passes("rotary_ms", passes, device, tokens=seq * batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
 
 
 def main(json_file: str | None = None) -> int:

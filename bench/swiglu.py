@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
 from ..triton_kernels.swiglu import swiglu, swiglu_backward
 from . import report
-from .timing import medians_in_turns
+from .timing import compiled, rows_of_passes
 
 COLUMNS = {
     "pass": ("", ""),
@@ -35,16 +34,15 @@ def measure(device: str, tokens: int, ffn: int) -> list[report.Row]:
     """Medians in ms, forward and backward, of x [tokens, 2 ffn] in bfloat16."""
     x = torch.randn(tokens, 2 * ffn, device=device, dtype=torch.bfloat16, requires_grad=True)
     grad_y = torch.randn(tokens, ffn, device=device, dtype=torch.bfloat16)
-    torch._dynamo.reset()  # or the second size would be compiled for any
-    compiled = torch.compile(plain, dynamic=False, backend="inductor" if device == "cuda" else "aot_eager")
-    outputs = plain(x), compiled(x)
+    fused = compiled(plain, device)
+    outputs = plain(x), fused(x)
     given = x.detach()
     less, more = given[:, : ffn + ffn // 2].clone(), torch.cat((given, given[:, : ffn // 2]), 1)  # each is read and written by a copy
-    passes: dict[str, dict[str, Callable[[], object]]] = {
+    passes = {
         "forward": {
             "swiglu_ms": lambda: swiglu(given),
             "torch_ms": lambda: plain(given),
-            "compiled_ms": lambda: compiled(x),
+            "compiled_ms": lambda: fused(x),
             "floor_ms": less.clone,
         },
         "backward": {
@@ -54,12 +52,7 @@ def measure(device: str, tokens: int, ffn: int) -> list[report.Row]:
             "floor_ms": more.clone,
         },
     }
-    rows: list[report.Row] = []
-    for name, candidates in passes.items():
-        medians = medians_in_turns(candidates, device)
-        of_compiled = medians["compiled_ms"] / medians["swiglu_ms"]
-        rows.append({"device": device, "pass": name, "tokens": tokens, "ffn": ffn, **medians, "of_compiled": of_compiled})
-    return rows
+    return rows_of_passes("swiglu_ms", passes, device, tokens=tokens, ffn=ffn)
 
 
 def main(json_file: str | None = None) -> int:

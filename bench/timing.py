@@ -5,8 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+
+from . import report
 
 ROUNDS = 10
 HEAD_START = 2_000_000  # cycles that a GPU first sleeps, about a millisecond: the host has queued all by then, and its time does not count
@@ -19,6 +22,21 @@ def medians_in_turns(candidates: Mapping[str, Callable[[], object]], device: str
         for name, run in candidates.items():
             times[name].append(_milliseconds(run, device))
     return {name: statistics.median(taken[1:]) for name, taken in times.items()}  # the first round compiles and warms up
+
+
+def compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """By torch.compile, for the sizes of its first call alone: otherwise a second size would make it one for any."""
+    torch._dynamo.reset()
+    return torch.compile(function, dynamic=False, backend="inductor" if device == "cuda" else "aot_eager")
+
+
+def rows_of_passes(ours: str, passes: Mapping[str, Mapping[str, Callable[[], object]]], device: str, **sizes: int) -> list[report.Row]:
+    """A row for each pass: its candidates' medians, and how many times as fast as "compiled_ms" `ours` is."""
+    rows: list[report.Row] = []
+    for name, candidates in passes.items():
+        medians = medians_in_turns(candidates, device)
+        rows.append({"device": device, "pass": name, **sizes, **medians, "of_compiled": medians["compiled_ms"] / medians[ours]})
+    return rows
 
 
 def _milliseconds(run: Callable[[], object], device: str) -> float:

@@ -14,6 +14,7 @@ import torch
 
 from .backend import available, jit, tl
 from .philox import rounded_to_bfloat16
+from .precision import compute_dtype
 
 RUN = 8  # columns side by side that a thread owns: 16 bytes of bfloat16
 RUNS = 512  # of them in a block of columns, at most
@@ -270,7 +271,7 @@ def _checked(logits: torch.Tensor, valid: int) -> tuple[int, int]:
 def _results(logits: torch.Tensor, valid: int, smoothed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Room for the maximum and the sums of each row."""
     rows, _ = _checked(logits, valid)
-    compute = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    compute = compute_dtype(logits.dtype)
     maximum = torch.empty(rows, dtype=compute, device=logits.device)
     return maximum, torch.empty(3 if smoothed else 2, rows, dtype=compute, device=logits.device)
 

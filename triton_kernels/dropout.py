@@ -23,6 +23,7 @@ from ..config import is_dropout_rate
 from ..errors import ConfigError
 from .backend import available, jit, tl
 from .philox import DTYPES, REF_CHUNK, philox4x32, philox4x32_ref, rounded_to_bfloat16
+from .precision import compute_dtype
 
 TILE = 1024  # elements of a program, at most: eight a thread
 
@@ -125,7 +126,7 @@ def dropout_ref(x: torch.Tensor, *, p: float, key: int, counter: int, global_col
     shard, base, dropped = _checked(x, p, key, counter, global_cols, row0, col0)
     rows, cols = shard.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    compute = compute_dtype(x.dtype)
     chunk_cols = min(cols, 8 * REF_CHUNK)
     chunk_rows = max(1, REF_CHUNK // (chunk_cols // 8 + 2))
     for row in range(0, rows, chunk_rows):

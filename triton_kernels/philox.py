@@ -24,6 +24,7 @@ import torch
 
 from ..errors import ConfigError
 from .backend import available, jit, tl
+from .precision import compute_dtype
 
 Kind = Literal["normal", "uniform"]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -133,7 +134,7 @@ def philox_fill_ref(
     rows, cols = shard.shape
     chunk_cols = min(max(cols, 1), REF_CHUNK)
     chunk_rows = REF_CHUNK // chunk_cols
-    compute = torch.float64 if out.dtype == torch.float64 else torch.float32
+    compute = compute_dtype(out.dtype)
     for row in range(0, rows, chunk_rows):
         for col in range(0, cols, chunk_cols):
             piece = shard[row : row + chunk_rows, col : col + chunk_cols]

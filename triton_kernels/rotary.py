@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from .backend import available, jit, tl
-from .precision import wide, wide_ref
+from .precision import compute_dtype, wide, wide_ref
 
 TILE = 4096  # numbers of a program, at most: tokens of one head. With 8 warps as fast as a copy on an H200, for widths of 64 and 128
 
@@ -145,7 +145,7 @@ def _shapes(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, k
     """Those of q, k and v."""
     seq, half = cos.shape
     rows, width = x.shape
-    assert sin.shape == cos.shape and cos.dtype == sin.dtype == wide_ref(x[:0]).dtype, f"angles {cos.shape} {cos.dtype} for {x.dtype}"
+    assert sin.shape == cos.shape and cos.dtype == sin.dtype == compute_dtype(x.dtype), f"angles {cos.shape} {cos.dtype} for {x.dtype}"
     assert rows % max(seq, 1) == 0 and width == (heads + 2 * kv_heads) * 2 * half, f"{rows} x {width} for {seq} positions, {heads} heads"
     return [(seq, rows // max(seq, 1), count, 2 * half) for count in (heads, kv_heads, kv_heads)]
 

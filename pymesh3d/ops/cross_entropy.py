@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from pymesh3d.comm.collectives import MAX, all_reduce_
 from pymesh3d.mesh import Axis
 from pymesh3d.triton_kernels.cross_entropy import gradient, statistics
+from pymesh3d.triton_kernels.rows import as_rows
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -26,7 +27,7 @@ class _CrossEntropy(torch.autograd.Function):
         valid = min(max(vocab - start, 0), width)  # columns beyond are padding of the vocabulary
         part = {"start": start, "valid": valid, "vocab": vocab}
         entries = target.reshape(-1)
-        local, sums = statistics(_rows(logits), entries, **part, smoothed=smoothing > 0)
+        local, sums = statistics(as_rows(logits), entries, **part, smoothed=smoothing > 0)
         maximum = all_reduce_(local.clone(), axis, MAX).wait()
         above = local.sub_(maximum)
         if smoothing and valid:
@@ -46,14 +47,8 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, entries, maximum, total = ctx.saved_tensors
-        grad = gradient(_rows(logits), entries, maximum, total, grad_loss.reshape(-1), **ctx.options)
+        grad = gradient(as_rows(logits), entries, maximum, total, grad_loss.reshape(-1), **ctx.options)
         return grad.view(logits.shape), None, None, None, None, None
-
-
-def _rows(logits: torch.Tensor) -> torch.Tensor:
-    """As a matrix [T, columns] with contiguous columns; a copy only where the strides need it."""
-    rows = logits.reshape(-1, logits.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 @torch.compiler.disable

@@ -11,6 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from pymesh3d.triton_kernels import rotary as kernel
+from pymesh3d.triton_kernels.precision import compute_dtype
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
@@ -54,7 +55,7 @@ _rotary.register_autograd(
 def angles(seq: int, head_dim: int, theta: float, like: torch.Tensor) -> Angles:
     """Cosine and sine [S, E / 2] of the position angles (Su et al. 2021, eq. 34), on the device of `like`; float64 if that is, else
     float32."""
-    exact = torch.float64 if like.dtype == torch.float64 else torch.float32
+    exact = compute_dtype(like.dtype)
     rates = theta ** (-torch.arange(0, head_dim, 2, device=like.device, dtype=exact) / head_dim)
     turns = torch.outer(torch.arange(seq, device=like.device, dtype=exact), rates)
     return turns.cos(), turns.sin()

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from pymesh3d.mesh import Axis
 from pymesh3d.ops import cross_entropy as ops
-from pymesh3d.triton_kernels import backend
 from pymesh3d.triton_kernels.cross_entropy import (
     REF_CHUNK,
     RUN,
@@ -21,11 +20,10 @@ from pymesh3d.triton_kernels.cross_entropy import (
     launch_statistics,
     statistics_ref,
 )
+from tests.kernels import DEVICE, both
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_kernels = pytest.mark.skipif(not backend.available, reason=backend.reason)
 KERNEL, REFERENCE = (launch_statistics, launch_gradient), (statistics_ref, gradient_ref)
-BOTH = [pytest.param(KERNEL, marks=needs_kernels, id="kernel"), pytest.param(REFERENCE, id="reference")]
+BOTH = both(KERNEL, REFERENCE)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 UNIT = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24, torch.float64: 2**-53}
 OF_TORCH = 1e-13  # what its own sums may be off by in float64

@@ -16,21 +16,11 @@ from pymesh3d.triton_kernels import backend
 from pymesh3d.triton_kernels.dropout import TILE, dropout, dropout_ref, dropped_of, launch
 from pymesh3d.triton_kernels.philox import DTYPES, REF_CHUNK, philox4x32_ref
 from tests.cuts import draw_cut
+from tests.kernels import DEVICE, bits, needs_kernels, noise
 
 KEY, COUNTER = 0xF123456789ABCDEF, 0x8000000700000003
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_kernels = pytest.mark.skipif(not backend.available, reason=backend.reason)
 BOTH = [pytest.param(launch, marks=needs_kernels), dropout_ref]
 MASK: dict[str, Any] = {"p": 0.3, "key": KEY, "counter": COUNTER}
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """As integers, so that -0.0 and NaN compare as what they are."""
-    return tensor.cpu().contiguous().view({8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()])
-
-
-def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def special(dtype: torch.dtype) -> torch.Tensor:

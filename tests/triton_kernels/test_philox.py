@@ -15,11 +15,10 @@ from pymesh3d.triton_kernels import backend
 from pymesh3d.triton_kernels.backend import jit, tl
 from pymesh3d.triton_kernels.philox import DTYPES, NORMAL_STD, launch, philox4x32, philox4x32_ref, philox_fill_, philox_fill_ref
 from tests.cuts import draw_cut
+from tests.kernels import DEVICE, bits, needs_kernels
 
 KEY = 0xF123456789ABCDEF
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = ("normal", "uniform")
-needs_kernels = pytest.mark.skipif(not backend.available, reason=backend.reason)
 
 M = 0xFFFFFFFF
 VECTORS = [  # counter, key, words: the known answers of the Random123 distribution
@@ -49,11 +48,6 @@ def slow_value(index: int, key: int, kind: str, scale: float) -> float:
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
     return torch.full(shape, math.nan, dtype=dtype, device=device)
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """As integers, so that -0.0 and NaN compare as what they are."""
-    return tensor.cpu().contiguous().view({8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()])
 
 
 @jit

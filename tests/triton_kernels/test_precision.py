@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from pymesh3d.triton_kernels import backend
 from pymesh3d.triton_kernels.backend import jit, tl
 from pymesh3d.triton_kernels.precision import wide, wide_ref
+from tests.kernels import DEVICE, needs_kernels
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}
 
 
@@ -20,7 +19,7 @@ def grown_kernel(x, y):  # type: ignore[no-untyped-def]
     tl.store(y, (wide(tl.load(x)) + 9.5367431640625e-07).to(tl.float64))  # 2^-20
 
 
-@pytest.mark.skipif(not backend.available, reason=backend.reason)
+@needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_blocks_are_widened_to_float32_at_least(dtype: Any) -> None:
     y = torch.empty(1, dtype=torch.float64, device=DEVICE)

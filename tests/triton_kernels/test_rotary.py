@@ -11,24 +11,20 @@ from hypothesis import strategies as st
 
 from pymesh3d.ops.rotary import angles
 from pymesh3d.ops.rotary import rotary as differentiable
-from pymesh3d.triton_kernels import backend
 from pymesh3d.triton_kernels.rotary import QKV, launch, launch_backward, rotary, rotary_backward, rotary_backward_ref, rotary_ref
+from tests import kernels
+from tests.kernels import BFLOAT16_UNIT, DEVICE, both, needs_kernels
 
-# and the largest relative error: bfloat16 is rounded once, to nearest, by the interpreter towards zero
-DTYPES = {torch.float64: 1e-15, torch.float32: 5e-7, torch.bfloat16: 2**-7 if backend.interpreted else 2**-8}
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_kernels = pytest.mark.skipif(not backend.available, reason=backend.reason)
-BOTH = [
-    pytest.param((launch, launch_backward), marks=needs_kernels, id="kernel"),
-    pytest.param((rotary_ref, rotary_backward_ref), id="reference"),
-]
+# and the largest relative error: bfloat16 is rounded once
+DTYPES = {torch.float64: 1e-15, torch.float32: 5e-7, torch.bfloat16: BFLOAT16_UNIT}
+BOTH = both((launch, launch_backward), (rotary_ref, rotary_backward_ref))
 Forms = tuple[Any, Any]
 Sizes = tuple[int, int, int, int, int]  # S sequence, B batch, H query heads, G key heads, E head width
 SIZES: list[Sizes] = [(1, 1, 1, 1, 2), (5, 2, 4, 2, 8), (7, 3, 3, 1, 10), (70, 2, 2, 2, 6), (3, 1, 2, 1, 128), (40, 5, 2, 1, 64)]
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype).to(DEVICE)
+    return kernels.noise(*shape, dtype=dtype, seed=seed).to(DEVICE)
 
 
 def rope_of(sizes: Sizes, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

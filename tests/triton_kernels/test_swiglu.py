@@ -11,17 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pymesh3d.ops.swiglu import swiglu as differentiable
-from pymesh3d.triton_kernels import backend
 from pymesh3d.triton_kernels.swiglu import TILE, launch, launch_backward, swiglu, swiglu_backward, swiglu_backward_ref, swiglu_ref
+from tests.kernels import BFLOAT16_UNIT, DEVICE, both, needs_kernels
 
-# and the error of the one rounding at the end: to nearest, by the interpreter towards zero
-DTYPES = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: 2**-7 if backend.interpreted else 2**-8}
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_kernels = pytest.mark.skipif(not backend.available, reason=backend.reason)
-BOTH = [
-    pytest.param((launch, launch_backward), marks=needs_kernels, id="kernel"),
-    pytest.param((swiglu_ref, swiglu_backward_ref), id="reference"),
-]
+# and the error of the one rounding at the end
+DTYPES = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: BFLOAT16_UNIT}
+BOTH = both((launch, launch_backward), (swiglu_ref, swiglu_backward_ref))
 Forms = tuple[Any, Any]
 
 
