@@ -126,6 +126,7 @@ bool Link::abort(double seconds) noexcept {
 
 void Link::give_up(double patience, const std::string& reason) noexcept {
   const auto began = Clock::now();
+  communicator_.refuse(reason);  // or a host that makes one transfer after the other keeps the lock
   std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
   while (!lock.try_lock() && since(began) < patience) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   communicator_.abort(reason);

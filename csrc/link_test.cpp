@@ -380,6 +380,25 @@ void abort_does_not_wait_for_a_stuck_call() {
   });
 }
 
+// A thread makes one transfer after the other, and is nearly always in NCCL.
+void abort_lets_a_call_end_and_no_other_begin() {
+  with_silent_peer([](const Machine& machine, std::optional<End>& end) {
+    const Numbers numbers(100);
+    std::thread busy([&] {
+      machine.use_context();
+      std::string text;
+      while (text.empty()) {
+        machine.hang("ncclSend", 100);
+        text = text_of<NcclError>([&] { end->send(numbers); });
+      }
+      EXPECT(has(text, "a transfer between rank 0 and its peer failed: the communicator has been aborted"));
+    });
+    std::this_thread::sleep_for(milliseconds(100));
+    EXPECT(end->link.abort(soon));
+    busy.join();
+  });
+}
+
 // One thread makes transfers, one looks at the link, one aborts it.
 void watching_and_aborting_from_other_threads() {
   in_threads([](const Machine& machine, int rank) {
@@ -477,6 +496,7 @@ int main(int count, char** arguments) {
   RUN(call_that_is_stuck_is_given_up);
   RUN(abort_that_hangs_is_left_alone);
   RUN(abort_does_not_wait_for_a_stuck_call);
+  RUN(abort_lets_a_call_end_and_no_other_begin);
   RUN(watching_and_aborting_from_other_threads);
   RUN(errors_name_call_rank_and_reason);
   return failures;

@@ -152,18 +152,25 @@ void Communicator::check() const {
   require(result, "what was under way", comm_);
 }
 
-void Communicator::abort(const std::string& reason) noexcept {
+void Communicator::refuse(std::string reason) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!comm_) return;
+  refused_ = std::exchange(comm_, nullptr);
+  why_closed_ = std::move(reason);
+}
+
+void Communicator::abort(std::string reason) noexcept {
+  refuse(std::move(reason));
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Nccl::Comm comm = std::exchange(refused_, nullptr);
+  if (!comm) return;
   try {
-    aborted_ = run_apart<void>([gpu = gpu_, context = context_, nccl = nccl_, comm = comm_] {
+    aborted_ = run_apart<void>([gpu = gpu_, context = context_, nccl = nccl_, comm] {
       gpu->use(context);
       nccl->abort_(comm);
     });
-    why_closed_ = reason;
   } catch (const std::exception&) {  // no thread or no memory to be had: what is left of the communicator goes with the process
   }
-  comm_ = nullptr;
 }
 
 bool Communicator::wait_for_abort(double limit) const noexcept {

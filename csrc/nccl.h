@@ -92,9 +92,12 @@ class Communicator {
   // Throws what has gone wrong since.
   void check() const;
 
-  // Gives up on all that is under way, and lets every later call throw the reason. Returns at once. May be called while another thread is in
-  // a call: that is what NCCL has it for.
-  void abort(const std::string& reason) noexcept;
+  // Lets every later call throw the reason. What is under way goes on, and so does a call that another thread is in.
+  void refuse(std::string reason) noexcept;
+
+  // Refuses, and gives up on all that is under way. Returns at once. What NCCL has it for is a call that another thread is stuck in; one that
+  // is just about to go into NCCL would find the communicator gone.
+  void abort(std::string reason) noexcept;
   // False if NCCL has not given up within so many seconds.
   bool wait_for_abort(double seconds) const noexcept;
 
@@ -114,6 +117,7 @@ class Communicator {
   double timeout_;
   mutable std::mutex mutex_;  // of what follows
   Nccl::Comm comm_ = nullptr;
+  Nccl::Comm refused_ = nullptr;  // what comm_ was, until it is aborted
   std::string why_closed_ = "the communicator has been closed";
   std::shared_future<void> aborted_;
 };
