@@ -15,12 +15,13 @@ def attach_buffer(parameter: torch.nn.Parameter, buffer: torch.Tensor) -> None:
     """Let gradients of `parameter` be added to `buffer`, its `main_grad` from now on.
 
     `main_grad_handle` stands for the buffer in compiled graphs: autograd refuses to go on where a tensor that a graph has kept has
-    changed, and the buffer does with every microbatch.
+    changed, and the buffer does with every microbatch. It has a gradient (of zero) for as long as the buffer is added to, because a
+    compiler leaves out an operator of which nothing is used.
     """
     handle = next(_numbers)
     _buffers[handle] = buffer
     parameter.main_grad = buffer  # type: ignore[attr-defined]
-    parameter.main_grad_handle = torch.tensor(handle)  # type: ignore[attr-defined]
+    parameter.main_grad_handle = torch.tensor(float(handle), dtype=torch.float64, requires_grad=True)  # type: ignore[attr-defined]
 
 
 def buffer_of(handle: torch.Tensor | None) -> torch.Tensor | None:

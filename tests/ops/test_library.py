@@ -24,6 +24,12 @@ ALONE = Axis("tp", 0, (0,), None)  # type: ignore[arg-type]
 FULLGRAPH = {"fullgraph": True, "backend": "aot_eager"}  # a graph break is an error
 
 
+def agree(eager: list[torch.Tensor], compiled: list[torch.Tensor]) -> None:
+    """All numbers are the same."""
+    for one, other in zip(eager, compiled, strict=True):
+        assert torch.allclose(one, other, rtol=1e-13, atol=1e-13)
+
+
 class Pair(nn.Module):
     """A column-parallel layer and the row-parallel one behind it."""
 
@@ -39,8 +45,11 @@ class Pair(nn.Module):
         return y
 
 
-def both_ways(sequence_parallel: bool, buffers: bool, shape: tuple[int, ...]) -> list[list[torch.Tensor]]:
-    """Eager and compiled: outputs, gradients of the input and of the parameters, of three microbatches in flight at a time."""
+def both_ways(sequence_parallel: bool, buffers: bool, shape: tuple[int, ...], first: bool = False) -> list[list[torch.Tensor]]:
+    """Eager and compiled: outputs, gradients of the input and of the parameters, of three microbatches in flight at a time.
+
+    `first`: the input needs no gradient, as that of a model's first layer.
+    """
     mesh = init_mesh(tp=-1, dp=1, device="cpu")
     found = []
     for compiled in (False, True):
@@ -50,13 +59,13 @@ def both_ways(sequence_parallel: bool, buffers: bool, shape: tuple[int, ...]) ->
                 attach_buffer(parameter, torch.full_like(parameter, 0.5))
         run = torch.compile(pair, **FULLGRAPH) if compiled else pair
         generator = torch.Generator().manual_seed(1 + (mesh.rank if sequence_parallel else 0))
-        inputs = [torch.randn(shape, dtype=DOUBLE, generator=generator).requires_grad_() for _ in range(3)]
+        inputs = [torch.randn(shape, dtype=DOUBLE, generator=generator).requires_grad_(not first) for _ in range(3)]
         outputs = [run(x) for x in inputs]
         for output in outputs:
             (output * torch.arange(output.numel(), dtype=DOUBLE).view(shape)).sum().backward()
         parameters = [p.main_grad if buffers else p.grad for p in pair.parameters()]  # type: ignore[attr-defined]
         assert not buffers or all(p.grad is None for p in pair.parameters())
-        found.append([t.detach().clone() for t in (*outputs, *(x.grad for x in inputs), *parameters)])
+        found.append([t.detach().clone() for t in (*outputs, *(x.grad for x in inputs if x.grad is not None), *parameters)])
     mesh.close()
     return found
 
@@ -66,8 +75,47 @@ def both_ways(sequence_parallel: bool, buffers: bool, shape: tuple[int, ...]) ->
 def test_compiled_layers_compute_what_eager_ones_do(ranks: Ranks, world: int, sequence_parallel: bool, buffers: bool) -> None:
     for eager, compiled in ranks(world, both_ways, sequence_parallel, buffers, (3, 4, 6)):  # 3 sequences of 4 tokens, or of a share of 8
         assert len(eager) == 10
-        for one, other in zip(eager, compiled, strict=True):
-            assert torch.allclose(one, other, rtol=1e-13, atol=1e-13)
+        agree(eager, compiled)
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+def test_a_compiled_first_layer_has_gradients_too(ranks: Ranks, buffers: bool) -> None:
+    """Its backward returns nothing where all goes into buffers, and a compiler leaves out what returns nothing."""
+    for eager, compiled in ranks(2, both_ways, False, buffers, (3, 4, 6), True):
+        assert len(eager) == 7
+        agree(eager, compiled)
+
+
+class Twice(nn.Module):
+    """A layer that two branches use on the same input, with equal gradients."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x) + self.layer(x)
+        return y
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_what_a_compiled_layer_adds_twice_is_added_twice(kind: Any, first: bool) -> None:
+    """A compiler takes two equal calls for one, unless it is told that they are not."""
+    torch.manual_seed(0)
+    linear = nn.Linear(6, 8, dtype=DOUBLE)
+    x = torch.randn(5, 6, dtype=DOUBLE)
+    found = []
+    for compiled in (False, True):
+        layer = kind.from_linear(linear, mesh=ALONE)
+        for parameter in layer.parameters():
+            attach_buffer(parameter, torch.zeros_like(parameter))
+        run = torch.compile(Twice(layer), fullgraph=True, backend="aot_eager_decomp_partition") if compiled else Twice(layer)
+        own = x.clone().requires_grad_(not first)
+        (run(own) * torch.arange(40.0, dtype=DOUBLE).view(5, 8)).sum().backward()
+        found.append([*(p.main_grad for p in layer.parameters()), *([] if first else [own.grad])])
+    assert found[0][0].abs().min() > 0
+    agree(*found)
 
 
 @pytest.mark.parametrize("operator", [library.column_linear, library.row_linear])
