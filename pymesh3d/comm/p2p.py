@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 import os
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,8 +27,8 @@ Pairs = Sequence[Sequence[int]]
 class Links:
     """The links of one rank of a pipeline: to the rank before and to the rank after, None at the ends.
 
-    On CUDA they run over our NCCL bindings where those are built and find the NCCL that torch has, elsewhere over torch.distributed.
-    PYMESH3D_P2P=nccl or =torch forces one. Raises ConfigError where the environment asks for what is not here.
+    On CUDA they run over our NCCL bindings where those are built, and find the NCCL that torch has, on every rank; elsewhere over
+    torch.distributed. PYMESH3D_P2P=nccl or =torch forces one. Raises ConfigError, on all ranks, where a rank asks for what cannot be.
     """
 
     def __init__(self, mesh: Mesh, *, ring: bool = False) -> None:
@@ -35,7 +38,7 @@ class Links:
         size = mesh.pp.size
         joined = [[rank, (rank + 1) % size] for rank in range(size if ring and size > 1 else size - 1)]
         lines = mesh.along("pp")
-        links = open_links(mesh, [lines[:, pair].tolist() for pair in joined], transport(mesh.device)) if joined else []
+        links = open_links(mesh, [lines[:, pair].tolist() for pair in joined], _transport(mesh)) if joined else []
         for (before, after), link in zip(joined, links, strict=True):
             if mesh.pp.rank == before:
                 self.after = link
@@ -49,15 +52,40 @@ class Links:
                 link.flush()
 
 
-def transport(device: torch.device) -> str:
-    """Which of `TRANSPORTS` links on `device` use. Raises ConfigError."""
-    forced = os.environ.get(VARIABLE, "")
-    if forced and forced not in TRANSPORTS:
-        raise ConfigError(f"{VARIABLE}={forced}", "no such transport", f"Use {' or '.join(TRANSPORTS)}, or leave it unset")
-    missing = "it needs GPUs" if device.type != "cuda" else native.no_nccl()
-    if forced == "nccl" and missing:
-        raise ConfigError(f"{VARIABLE}=nccl", missing, f"Use {VARIABLE}=torch, or leave it unset")
-    return forced or ("torch" if missing else "nccl")
+@dataclasses.dataclass(frozen=True)
+class Wish:
+    """Which transport the environment of a rank forces, and why the rank cannot use our NCCL bindings; empty where nothing does."""
+
+    forced: str
+    missing: str
+
+    @staticmethod
+    def of(device: torch.device) -> Wish:
+        """This rank's, for links on `device`."""
+        return Wish(os.environ.get(VARIABLE, ""), "it needs GPUs" if device.type != "cuda" else native.no_nccl())
+
+
+def agreed_transport(wishes: Sequence[Wish]) -> tuple[str, str]:
+    """Which of `TRANSPORTS` all ranks use: NCCL where each of them can. With it why some, that could, do not. Raises ConfigError."""
+    forces = {wish.forced: rank for rank, wish in reversed([*enumerate(wishes)]) if wish.forced}
+    for word, rank in forces.items():
+        if word not in TRANSPORTS:
+            raise ConfigError(f"{VARIABLE}={word} on rank {rank}", "no such transport", f"Use {' or '.join(TRANSPORTS)}, or leave it unset")
+    against = {rank: f"{VARIABLE}=torch" if wish.forced == "torch" else wish.missing for rank, wish in enumerate(wishes)}
+    against = {rank: why for rank, why in against.items() if why}
+    first = next((f"rank {rank} cannot: {why}" for rank, why in against.items()), "")
+    if first and "nccl" in forces:
+        raise ConfigError(f"{VARIABLE}=nccl on rank {forces['nccl']}", first, f"Use {VARIABLE}=torch on all ranks, or leave it unset")
+    return ("torch" if first else "nccl"), (first if len(against) < len(wishes) else "")
+
+
+def _transport(mesh: Mesh) -> str:
+    """The same on all ranks, which must all call."""
+    texts = exchange_text(json.dumps(dataclasses.astuple(Wish.of(mesh.device))), mesh.device, "agreeing on the transport of links")
+    over, why = agreed_transport([Wish(*json.loads(text)) for text in texts])
+    if why and mesh.rank == 0:
+        warnings.warn(f"stages send over torch.distributed instead of NCCL, because {why}", stacklevel=2)
+    return over
 
 
 def open_links(mesh: Mesh, wanted: Sequence[Pairs], over: str) -> list[Link | None]:
@@ -103,7 +131,7 @@ def _over_nccl(mesh: Mesh, wanted: Sequence[Pairs]) -> Callable[[int, Pairs], Li
         line = Axis("pp", pair.index(mesh.rank), tuple(pair), mesh.pp.group)
         unique = bytes.fromhex(ids[pair[0]].split()[number])
         with named("connecting stages", line):
-            end = native.link(gpu, nccl, unique, line.rank, mesh.device, timeout=mesh.timeout.total_seconds())
+            end = native.link(gpu, nccl, unique, line.ranks, line.rank, mesh.device, timeout=mesh.timeout.total_seconds())
         mesh.watched.insert(0, end)
         # What torch.cuda.current_stream(device).cuda_stream is, without making an object for each transfer.
         stream = functools.partial(torch._C._cuda_getCurrentRawStream, mesh.device.index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,8 @@ import pytest
 import torch
 
 from pymesh3d.comm import native
-from pymesh3d.comm.links import Expected, Link
-from pymesh3d.comm.p2p import TRANSPORTS, VARIABLE, Links, transport
+from pymesh3d.comm.links import Expected, Link, TorchLink
+from pymesh3d.comm.p2p import TRANSPORTS, VARIABLE, Links, Wish, agreed_transport
 from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.launch import launch
 from pymesh3d.mesh import init_mesh
@@ -149,28 +150,64 @@ def test_each_stage_is_joined_to_its_neighbours(ranks: Ranks) -> None:
     ]
 
 
-def unknown_transport(value: str) -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(VARIABLE, value)
-        with pytest.raises(ConfigError) as caught:
-            transport(torch.device("cpu"))
-    return str(caught.value)
+FREE, TORCH, NCCL = Wish("", ""), Wish("torch", ""), Wish("nccl", "")
+UNBUILT = Wish("", "not built")
 
 
-def test_a_transport_can_be_forced_if_it_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert unknown_transport("mpi") == f"{VARIABLE}=mpi: no such transport. Use nccl or torch, or leave it unset"
-    assert unknown_transport("nccl") == f"{VARIABLE}=nccl: it needs GPUs. Use {VARIABLE}=torch, or leave it unset"
-    cuda = torch.device("cuda")
+def test_nccl_is_used_where_every_rank_can() -> None:
+    assert agreed_transport([FREE, FREE, FREE]) == ("nccl", "")
+    assert agreed_transport([FREE, NCCL]) == ("nccl", "")
+    assert agreed_transport([UNBUILT, UNBUILT]) == agreed_transport([TORCH, UNBUILT]) == ("torch", "")
+    assert agreed_transport([FREE, UNBUILT, TORCH]) == ("torch", "rank 1 cannot: not built")
+    assert agreed_transport([FREE, FREE, TORCH]) == ("torch", f"rank 2 cannot: {VARIABLE}=torch")
+
+
+@pytest.mark.parametrize(
+    ("wishes", "text"),
+    [
+        ([FREE, Wish("mpi", ""), NCCL], f"{VARIABLE}=mpi on rank 1: no such transport. Use nccl or torch, or leave it unset"),
+        ([FREE, NCCL, UNBUILT], f"{VARIABLE}=nccl on rank 1: rank 2 cannot: not built. "
+         f"Use {VARIABLE}=torch on all ranks, or leave it unset"),
+        ([TORCH, NCCL, NCCL], f"{VARIABLE}=nccl on rank 1: rank 0 cannot: {VARIABLE}=torch. "
+         f"Use {VARIABLE}=torch on all ranks, or leave it unset"),
+        ([Wish("nccl", "not built")], f"{VARIABLE}=nccl on rank 0: rank 0 cannot: not built. "
+         f"Use {VARIABLE}=torch on all ranks, or leave it unset"),
+    ],
+)  # fmt: skip
+def test_a_transport_that_a_rank_cannot_use_is_refused(wishes: list[Wish], text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        agreed_transport(wishes)
+    assert str(refused.value) == text
+
+
+def test_what_a_rank_wishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "no_nccl", lambda: "torch has another NCCL")
+    assert Wish.of(torch.device("cuda")) == Wish("", "torch has another NCCL")
     monkeypatch.setenv(VARIABLE, "nccl")
-    monkeypatch.setattr(native, "no_nccl", lambda: "torch has another NCCL")
-    with pytest.raises(ConfigError, match=f"{VARIABLE}=nccl: torch has another NCCL. Use {VARIABLE}=torch, or leave it unset"):
-        transport(cuda)
-    monkeypatch.setattr(native, "no_nccl", lambda: "")
-    assert transport(cuda) == "nccl"
-    monkeypatch.delenv(VARIABLE)
-    assert (transport(cuda), transport(torch.device("cpu"))) == ("nccl", "torch")
-    monkeypatch.setattr(native, "no_nccl", lambda: "torch has another NCCL")
-    assert transport(cuda) == "torch"
+    assert Wish.of(torch.device("cpu")) == Wish("nccl", "it needs GPUs")
+
+
+def wishing(first: Wish, second: Wish) -> tuple[str, list[str]]:
+    """What two ranks are told that wish this: the error, if any, and warnings. Otherwise they are joined over torch.distributed."""
+    mesh, told = init_mesh(pp=2, device="cpu", timeout_s=10.0), ""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(Wish, "of", lambda _: (first, second)[mesh.rank])
+        try:
+            assert isinstance(only(Links(mesh)), TorchLink)
+        except ConfigError as error:
+            told = str(error)
+    mesh.close()
+    return told, [str(warning.message) for warning in caught]
+
+
+def test_ranks_agree_on_the_transport(ranks: Ranks) -> None:
+    """One rank alone cannot use NCCL, or is told not to: the other does not wait for it in vain."""
+    because = "stages send over torch.distributed instead of NCCL, because rank 1 cannot: "
+    assert ranks(2, wishing, FREE, UNBUILT) == [("", [because + "not built"]), ("", [])]
+    assert ranks(2, wishing, FREE, TORCH) == [("", [f"{because}{VARIABLE}=torch"]), ("", [])]
+    refused = f"{VARIABLE}=nccl on rank 0: rank 1 cannot: not built. Use {VARIABLE}=torch on all ranks, or leave it unset"
+    assert ranks(2, wishing, NCCL, UNBUILT) == [(refused, [])] * 2
 
 
 def lost_peer(dies: int, how: str) -> tuple[str, float] | None:
