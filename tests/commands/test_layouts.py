@@ -40,7 +40,7 @@ def test_no_row_of_the_set_is_idle() -> None:
     assert len(spare) <= len(chosen) // 8
 
 
-@pytest.mark.parametrize("world", [1, 2, 8])
+@pytest.mark.parametrize("world", [1, 2, 3, 8, 30])
 def test_every_row_is_admissible_and_none_is_forgotten(world: int) -> None:
     """Against all combinations of all values, tried one by one."""
     sizes = [(tp, pp, world // tp // pp) for tp in range(1, world + 1) for pp in range(1, world + 1) if world % (tp * pp) == 0]
@@ -60,9 +60,26 @@ def test_every_row_is_admissible_and_none_is_forgotten(world: int) -> None:
     assert set(every) == expected and len(every) == len(expected)
 
 
-def test_rows_try_what_is_hard() -> None:
+@pytest.mark.parametrize("world", [3, 5, 6, 7, 8, 9, 10, 12, 16])
+def test_every_size_is_tried_on_each_axis(world: int) -> None:
+    """Also those that divide no power of two; a small model may then be larger, but is otherwise the same."""
+    rows = every_row(world)
+    sizes = {size for size in range(1, world + 1) if world % size == 0}
+    assert {row.tp for row in rows} == {row.pp for row in rows} == {row.dp for row in rows} == sizes
+    assert {row.tp for row in rows if row.few_kv} == {row.tp for row in rows if row.sequence_parallel} == sizes - {1}
+    for row in rows:
+        validate(row.model, row.layout, row.train("float64"))
+        assert max(8, row.tp) <= row.model.heads < 8 + row.tp and row.model.dim == 8 * row.model.heads
+
+
+def test_all_rows_of_8_ranks_are_as_many_as_the_readme_says() -> None:
+    assert len(every_row(8)) == 668
+
+
+@pytest.mark.parametrize("world", [8, 30])
+def test_rows_try_what_is_hard(world: int) -> None:
     """Fewer KV heads than ranks where asked, a vocabulary that tp does not divide, microbatches that do not divide the batch."""
-    rows = every_row(8)
+    rows = every_row(world)
     assert all((row.model.kv_heads < row.tp) == row.few_kv for row in rows)
     assert all(row.model.vocab % row.tp for row in rows if row.tp > 2)
     assert all(row.train("float64").seq % row.tp == 0 for row in rows)
