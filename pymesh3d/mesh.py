@@ -12,8 +12,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from pymesh3d.topology import Topology, host_name, nvidia_links, physical_device
 
 _axes: weakref.WeakValueDictionary[str, Axis] = weakref.WeakValueDictionary()
 _axis_numbers = itertools.count()
+
+Kept = TypeVar("Kept")
 
 ABORT = 2.0  # seconds that a transport has to give up
 TEXT_MARK = 0x7465_7874  # upper half of the lengths that `exchange_text` sends, so that nothing else is taken for one
@@ -172,7 +174,7 @@ class Mesh:
         self._lines: list[Axis] = []
         groups = _ProcessGroups(self._lines, everything=owns_process_group, on_gpu=device.type == "cuda")
         self.watched: list[Watched] = [groups]  # links before it: to end the groups may take that nothing else hangs on the GPU
-        self._subgroups: dict[tuple[str, int | tuple[int, ...]], Axis] = {}
+        self._kept: dict[Hashable, Any] = {}
         self.all = _everyone()
         # Our own groups under the DeviceMesh: those that it makes itself wait 30 minutes, whatever the limit of the process group.
         axes = [self.new_lines(name, self.along(name).tolist())[0] for name in AXES]
@@ -200,19 +202,21 @@ class Mesh:
         if size == axis.size:
             return axis
         assert axis.size % size == 0, f"{axis.size} ranks on {axis.name} do not divide into runs of {size}"
-        key: tuple[str, int | tuple[int, ...]] = (axis.name, size)
-        if key not in self._subgroups:
-            (self._subgroups[key],) = self.new_lines(f"{axis.name} replicas", self.along(axis.name).reshape(-1, size).tolist())
-        return self._subgroups[key]
+        runs = self.along(axis.name).reshape(-1, size).tolist()
+        return self.keep((axis.name, size), lambda: self.new_lines(f"{axis.name} replicas", runs)[0])
 
     def select(self, axis: Axis, coordinates: Sequence[int]) -> Axis:
         """The part of this rank's `axis` at these coordinates, of which it is one. The first call for them is collective over the mesh,
         also for ranks that are none (they get `axis`)."""
-        key: tuple[str, int | tuple[int, ...]] = (axis.name, tuple(coordinates))
-        if key not in self._subgroups:
-            lines = self.new_lines(f"{axis.name} ties", self.along(axis.name)[:, list(coordinates)].tolist())
-            self._subgroups[key] = lines[0] if lines else axis
-        return self._subgroups[key]
+        ranks = self.along(axis.name)[:, list(coordinates)].tolist()
+        return self.keep((axis.name, tuple(coordinates)), lambda: [*self.new_lines(f"{axis.name} ties", ranks), axis][0])
+
+    def keep(self, key: Hashable, make: Callable[[], Kept]) -> Kept:
+        """What `make` returned when it was first asked for under this `key`; kept until the mesh is closed."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        kept: Kept = self._kept[key]
+        return kept
 
     def along(self, name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
         """All groups of ranks along an axis, one a row."""
@@ -264,6 +268,7 @@ class Mesh:
         for axis in (self.all, *self._lines):
             axis.__dict__.pop("group", None)
         self._lines.clear()
+        self._kept.clear()
         self.__dict__.pop("device_mesh", None)
 
     def __str__(self) -> str:

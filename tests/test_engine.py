@@ -470,6 +470,30 @@ def test_ranks_of_one_dp_coordinate_have_the_same_batch(ranks: Ranks, axis: str)
     assert ranks(2, different_batches, {"dp": 2}, BATCHES) == [["fine"] * 6] * 2
 
 
+def engines_in_turns(batches: Sequence[Batch]) -> tuple[list[list[float]], int]:
+    """Losses of two engines on one mesh, which take turns, and how many files two more have opened."""
+    first = engine_on(pp=2)
+    second = parallelize(Llama(TIED, device="meta"), first.mesh, dataclasses.replace(FLOAT64, micro_batch=1))
+    losses: list[list[float]] = [[], []]
+    for batch in batches:
+        for engine, own in zip((first, second), losses, strict=True):
+            own.append(engine.train_step(share(batch, engine)).loss)
+    opened = len(os.listdir("/proc/self/fd"))
+    kept = [parallelize(Llama(SMALL, device="meta"), first.mesh, FLOAT64) for _ in range(2)]
+    opened = len(os.listdir("/proc/self/fd")) - opened
+    assert all(engine.links.after is first.links.after for engine in kept)
+    first.mesh.close()
+    return losses, opened
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="this system does not list the open files of a process")
+def test_engines_on_one_mesh_share_its_links(ranks: Ranks) -> None:
+    expected = [plain(model, FLOAT64, BATCHES).losses for model in (SMALL, TIED)]
+    for losses, opened in ranks(2, engines_in_turns, BATCHES):
+        assert losses == [pytest.approx(own, rel=1e-12) for own in expected]
+        assert opened == 0
+
+
 def swapped_arguments() -> list[str]:
     mesh = init_mesh(device="cpu")
     model, texts = Llama(SMALL, device="meta"), []

@@ -32,13 +32,16 @@ class Links:
     """
 
     def __init__(self, mesh: Mesh, *, ring: bool = False) -> None:
-        """`ring`: the last rank is joined with the first one too, for ranks that hold several stages."""
+        """`ring`: the last rank is joined with the first one too, for ranks that hold several stages. Made once a mesh, they are shared."""
         self.before: Link | None = None
         self.after: Link | None = None
         size = mesh.pp.size
         joined = [[rank, (rank + 1) % size] for rank in range(size if ring and size > 1 else size - 1)]
         lines = mesh.along("pp")
-        links = open_links(mesh, [lines[:, pair].tolist() for pair in joined], _transport(mesh)) if joined else []
+        links: list[Link | None] = []
+        if joined:
+            over = _transport(mesh)
+            links = mesh.keep((Links, ring, over), lambda: open_links(mesh, [lines[:, pair].tolist() for pair in joined], over))
         for (before, after), link in zip(joined, links, strict=True):
             if mesh.pp.rank == before:
                 self.after = link
