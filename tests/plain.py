@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from pymesh3d.config import ModelConfig, TrainConfig
 from pymesh3d.engine import DTYPES, Engine, parallelize
 from pymesh3d.mesh import init_mesh
+from pymesh3d.models import plain as plain_model
 from pymesh3d.models.dropout import Masks
 from pymesh3d.models.llama import Llama, initialize_
 from pymesh3d.ops.dropout import mask_counter
@@ -47,7 +48,7 @@ def batch_of(samples: int, seq: int, *, vocab: int = SMALL.vocab, valid: int | N
 
 
 def plain(model: ModelConfig, train: TrainConfig, batches: Sequence[Batch]) -> Run:
-    """The unparallelised model with F.cross_entropy, clip_grad_norm_ and AdamW of torch, whole batches at once."""
+    """The model in nothing but torch, with F.cross_entropy, clip_grad_norm_ and AdamW of torch, whole batches at once."""
     module = Llama(model, dtype=DTYPES[train.dtype])
     initialize_(module, train.seed)
     matrices, vectors = ([p for p in module.parameters() if (p.ndim >= 2) == flag] for flag in (True, False))
@@ -56,7 +57,8 @@ def plain(model: ModelConfig, train: TrainConfig, batches: Sequence[Batch]) -> R
     run = Run()
     for step, (ids, targets) in enumerate(batches):
         masks = Masks(train.dropout, train.seed, mask_counter(step), 0, len(ids)) if train.dropout else None
-        loss = F.cross_entropy(module(ids, masks=masks).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        logits = plain_model.logits(dict(module.named_parameters()), model, ids, masks)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
         loss.backward()
         run.losses.append(loss.item())
         run.tokens.append(ids.numel())

@@ -19,6 +19,7 @@ from pymesh3d.commands.layouts import Row, covering_rows, every_row
 from pymesh3d.config import ModelConfig, TrainConfig
 from pymesh3d.engine import DTYPES, IGNORE_INDEX, parallelize
 from pymesh3d.mesh import Mesh, exchange_text, init_mesh
+from pymesh3d.models import plain
 from pymesh3d.models.dropout import Masks
 from pymesh3d.models.llama import Llama, initialize_
 from pymesh3d.ops.dropout import mask_counter
@@ -95,7 +96,7 @@ def groups_of(model: torch.nn.Module, weight_decay: float) -> list[dict[str, obj
 
 
 def one_process(config: ModelConfig, train: TrainConfig, dtype: torch.dtype, device: torch.device) -> Reference:
-    """Plain PyTorch in float64 on one device: the unparallelised model, F.cross_entropy, clip_grad_norm_, torch.optim.AdamW.
+    """Plain PyTorch in float64 on one device: the model in nothing but torch, F.cross_entropy, clip_grad_norm_, torch.optim.AdamW.
 
     `dtype` is what the initial values are rounded to, so that a layout in bf16 starts from the same ones.
     """
@@ -108,7 +109,8 @@ def one_process(config: ModelConfig, train: TrainConfig, dtype: torch.dtype, dev
     for step in range(STEPS):
         ids, targets = (part.to(device) for part in sample(config, train, step))
         masks = Masks(train.dropout, train.seed, mask_counter(step), 0, len(ids)) if train.dropout else None
-        loss = F.cross_entropy(model(ids, masks=masks).flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
+        logits = plain.logits(dict(model.named_parameters()), config, ids, masks)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
         loss.backward()
         if step == 0:
             gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -199,10 +201,10 @@ def run(world: int, *, all_rows: bool, device: str, json_file: str | None) -> in
     with console.status(f"{len(rows)} layouts of {world} ranks, {dtype} on {device}") as status:
         for number, row in enumerate(rows, 1):
             train = row.train(dtype)
-            plain = TrainConfig(
+            alone = TrainConfig(
                 seq=train.seq, global_batch=train.global_batch, lr=train.lr, dropout=train.dropout, seed=SEED
             )  # all that one process has
-            outcomes.append(compare(row, reference(row.model, plain), dtype, device))
+            outcomes.append(compare(row, reference(row.model, alone), dtype, device))
             gc.collect()  # an engine refers to itself; until it goes, so do its groups, each with threads and sockets
             done = f"{number} of {len(rows)} layouts of {world} ranks done"
             status.update(done)

@@ -1,1 +1,1 @@
-"""Reference models, written in plain PyTorch: they never mention ranks."""
+"""The model that is trained (`llama`), and the same in nothing but torch (`plain`)."""

@@ -1,4 +1,4 @@
-"""A Llama-like language model in plain PyTorch. It runs alone as it is; `plan` says how tensor parallelism cuts it.
+"""A Llama-like language model. It runs alone as it is; `plan` says how tensor parallelism cuts it.
 
 Legend: B batch, S sequence, T = S * B tokens in sequence-major order (token s of every sample, then s + 1), D model width,
 H heads, G KV heads, E head width, F ffn width, V vocabulary. Sequence-major order keeps a slice of the sequence contiguous.
