@@ -227,6 +227,7 @@ class Engine:
         return self._schedules[key]
 
     def _prepare(self, batch: tuple[torch.Tensor, torch.Tensor], *, train: bool) -> list[Microbatch]:
+        self.links.require_in_step()  # before dp ranks wait for each other
         ids, targets = (part.to(self.mesh.device, torch.int64, non_blocking=True) for part in self._checked(batch))
         self._divisor = all_reduce_((targets != IGNORE_INDEX).sum(), self.mesh.dp).wait().clamp(min=1)
         number = math.ceil(ids.shape[0] / self.config.micro_batch)

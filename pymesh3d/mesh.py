@@ -175,6 +175,7 @@ class Mesh:
         groups = _ProcessGroups(self._lines, everything=owns_process_group, on_gpu=device.type == "cuda")
         self.watched: list[Watched] = [groups]  # links before it: to end the groups may take that nothing else hangs on the GPU
         self._kept: dict[Hashable, Any] = {}
+        self.failed = ""  # what ended a step between stages, if one has: what is under way on the links belongs to it
         self.all = _everyone()
         # Our own groups under the DeviceMesh: those that it makes itself wait 30 minutes, whatever the limit of the process group.
         axes = [self.new_lines(name, self.along(name).tolist())[0] for name in AXES]
@@ -250,15 +251,22 @@ class Mesh:
         if slow is not None and self.rank == 0:
             warnings.warn(f"tp group {slow} leaves the NVLink domain: its slowest link is {self.topology.slowest(slow)}", stacklevel=4)
 
-    def close(self) -> None:
-        """Destroy the process groups that this mesh made (all of them, if `init_mesh` started torch.distributed).
-
-        If a peer has been lost, links and groups on GPUs are aborted, each within `ABORT` seconds; then this process has to end.
-        """
+    def _lost(self) -> bool:
+        """Whether one of those watched reports a fault."""
         try:
             for watched in self.watched:
                 watched.check()
         except RuntimeError:
+            return True
+        return False
+
+    def close(self) -> None:
+        """Destroy the process groups that this mesh made (all of them, if `init_mesh` started torch.distributed).
+
+        If a step has failed or a peer has been lost, links and groups on GPUs are aborted, each within `ABORT` seconds; then this process
+        has to end.
+        """
+        if self.failed or self._lost():
             for watched in self.watched:
                 watched.abort(ABORT)
         for watched in self.watched:

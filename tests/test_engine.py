@@ -365,6 +365,39 @@ def test_a_rank_that_dies_in_a_step_is_an_error_on_all_others(fresh_ranks: Ranks
     assert re.search(r"(activations|gradients) of microbatch \d over axis pp with ranks \[3\]", told[1][0])
 
 
+def goes_on_after_a_failed_step(batches: Sequence[Batch]) -> list[str]:
+    """pp 2: rank 1 has no memory for its second microbatch. What each rank is told of that step, of two more, and of an evaluation."""
+    engine = parallelize(Llama(SMALL, device="meta"), init_mesh(pp=2, device="cpu", timeout_s=2.0), FLOAT64)
+    engine.train_step(share(batches[0], engine))
+    told = []
+    stage = engine.stages[engine.mesh.pp.rank]
+    forward = stage.forward
+
+    def without_room(number: int, *rest: Any, **options: Any) -> torch.Tensor:
+        if number:
+            raise torch.OutOfMemoryError("no room")
+        return forward(number, *rest, **options)
+
+    if engine.mesh.rank == 1:
+        stage.forward = without_room  # type: ignore[method-assign]
+    for step in (engine.train_step, engine.train_step, engine.forward_backward, engine.eval_step):
+        with pytest.raises(RuntimeError) as caught:
+            step(share(batches[0], engine))
+        told.append(str(caught.value))
+        stage.forward = forward  # type: ignore[method-assign]
+    engine.mesh.close()
+    return told
+
+
+def test_nobody_goes_on_after_a_failed_step(ranks: Ranks) -> None:
+    """What is under way would be taken for the next step's."""
+    (waited, *first), (spoiled, *second) = ranks(2, goes_on_after_a_failed_step, BATCHES)
+    assert spoiled == "no room" and re.match(r"rank 0: receive of gradients of microbatch \d over axis pp with ranks \[1\] failed", waited)
+    for rank, reason, texts in ((0, waited, first), (1, spoiled, second)):
+        text = f"rank {rank}: a step has failed before ({reason}), and what is under way between the stages belongs to it. "
+        assert texts == [text + "Close the mesh and start again"] * 3
+
+
 def other_configuration() -> str:
     mesh = init_mesh(device="cpu")
     with pytest.raises(DistributedError) as caught:

@@ -397,8 +397,9 @@ class Transport:
         self.told.append(f"close {self.name}")
 
 
-def closing(broken: bool) -> list[str]:
+def closing(broken: bool, failed: str) -> list[str]:
     mesh, told = init_mesh(device="cpu"), list[str]()
+    mesh.failed = failed
     groups = mesh.watched.pop()
     mesh.watched += [Transport(told, "link", broken), Transport(told, "groups", False)]
     mesh.close()
@@ -406,9 +407,10 @@ def closing(broken: bool) -> list[str]:
     return told
 
 
-def test_a_mesh_that_lost_a_peer_aborts_all_before_it_closes_any(ranks: Ranks) -> None:
-    assert ranks(1, closing, False) == [["close link", "close groups"]]
-    assert ranks(1, closing, True) == [["abort link within 2 s", "abort groups within 2 s", "close link", "close groups"]]
+@pytest.mark.parametrize(("broken", "failed"), [(True, ""), (False, "no room")])
+def test_a_mesh_that_lost_a_peer_or_a_step_aborts_all_before_it_closes_any(ranks: Ranks, broken: bool, failed: str) -> None:
+    assert ranks(1, closing, False, "") == [["close link", "close groups"]]
+    assert ranks(1, closing, broken, failed) == [["abort link within 2 s", "abort groups within 2 s", "close link", "close groups"]]
 
 
 def test_process_groups_are_aborted_at_a_time_and_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 from pymesh3d.comm import native
 from pymesh3d.comm.links import Expected, Link, NcclLink, TorchLink
 from pymesh3d.comm.watch import on_host
-from pymesh3d.errors import ConfigError
+from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.mesh import Axis, Mesh, exchange_text, named
 
 VARIABLE = "PYMESH3D_P2P"  # of the environment; it forces one of `TRANSPORTS`
@@ -35,6 +35,7 @@ class Links:
         """`ring`: the last rank is joined with the first one too, for ranks that hold several stages. Made once a mesh, they are shared."""
         self.before: Link | None = None
         self.after: Link | None = None
+        self._mesh = mesh
         size = mesh.pp.size
         joined = [[rank, (rank + 1) % size] for rank in range(size if ring and size > 1 else size - 1)]
         lines = mesh.along("pp")
@@ -47,6 +48,20 @@ class Links:
                 self.after = link
             elif mesh.pp.rank == after:
                 self.before = link
+
+    def require_in_step(self) -> None:
+        """Raise DistributedError if a step has failed before, as `fail` was told."""
+        if self.before is self.after is None or not self._mesh.failed:
+            return
+        raise DistributedError(
+            f"rank {self._mesh.rank}: a step has failed before ({self._mesh.failed}), and what is under way between the stages belongs to "
+            "it. Close the mesh and start again"
+        )
+
+    def fail(self, error: BaseException) -> None:
+        """Do not go on with these links, nor with any of the mesh: a step ended in the middle, and the other ends are elsewhere."""
+        if self.before or self.after:
+            self._mesh.failed = self._mesh.failed or (str(error).strip() or type(error).__name__).splitlines()[0]
 
     def flush(self) -> None:
         """Wait until all that was sent has left; on CUDA the current stream waits, not the host."""

@@ -27,7 +27,11 @@ class Microbatch:
 def run(
     steps: Sequence[Sequence[Action]], stages: Mapping[int, Stage], links: Links, microbatches: Sequence[Microbatch], *, train: bool = True
 ) -> torch.Tensor:
-    """Carry out one rank's steps on the stages that it holds. Returns the sum of its losses, float64 [] (0 without the last stage)."""
+    """Carry out one rank's steps on the stages that it holds. Returns the sum of its losses, float64 [] (0 without the last stage).
+
+    Raises DistributedError where a run has failed before, whatever the reason: its messages would be taken for this one's.
+    """
+    links.require_in_step()
     device = microbatches[0].ids.device
     loss = torch.zeros((), dtype=torch.float64, device=device)
     made: dict[Action, torch.Tensor | None] = {}  # by F and B, until it is sent
@@ -52,6 +56,9 @@ def run(
                 case _:
                     raise AssertionError(f"no rule to run {action}")
         links.flush()
+    except BaseException as error:
+        links.fail(error)
+        raise
     finally:
         for stage in stages.values():
             stage.forget()
