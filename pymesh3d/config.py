@@ -208,14 +208,14 @@ class TrainConfig:
 
     `seq`: tokens in a sequence. `global_batch`: sequences of a step, over all ranks; `micro_batch`: those that a rank computes at once.
     `steps`: how many `pymesh3d train` takes. `schedule`, one of `SCHEDULES`: the order of the pipeline's forwards and backwards.
-    `zero_stage` 0: each dp rank holds all of the optimizer's state, 1: each a share. `sequence_parallel`: between the matrix products
-    each tp rank holds the activations of a part of the sequence. `recompute` "full": keep only the input of each layer, and compute it
-    again in backward; "selective": keep what comes out of matrix products and attention, and compute the rest again. `compile`: compile
-    each layer. `dropout`: the share of the embeddings, and of what attention and feed-forward add, that is zeroed at random. `lr`,
-    `weight_decay` (of matrices only), `betas`, `eps`: AdamW's. `max_norm`: what the gradient norm is clipped to (None: never). `dtype`,
-    one of `DTYPES`: of parameters and activations; master weights are float32 at least. `reduce_dtype`: what gradients are rounded to
-    when dp ranks exchange them (None: `dtype`). `seed`: of initial weights, order of the data, and dropout. `vocab_multiple`: the
-    vocabulary is padded to a multiple of tp times this.
+    `virtual_pp`: stages of a pipeline rank ("interleaved" needs two or more). `zero_stage` 0: each dp rank holds all of the optimizer's
+    state, 1: each a share. `sequence_parallel`: between the matrix products each tp rank holds the activations of a part of the sequence.
+    `recompute` "full": keep only the input of each layer, and compute it again in backward; "selective": keep what comes out of matrix
+    products and attention, and compute the rest again. `compile`: compile each layer. `dropout`: the share of the embeddings, and of what
+    attention and feed-forward add, that is zeroed at random. `lr`, `weight_decay` (of matrices only), `betas`, `eps`: AdamW's. `max_norm`:
+    what the gradient norm is clipped to (None: never). `dtype`, one of `DTYPES`: of parameters and activations; master weights are float32
+    at least. `reduce_dtype`: what gradients are rounded to when dp ranks exchange them (None: `dtype`). `seed`: of initial weights, order
+    of the data, and dropout. `vocab_multiple`: the vocabulary is padded to a multiple of tp times this.
     """
 
     seq: int = 128
