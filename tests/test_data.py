@@ -75,6 +75,47 @@ def test_bin_is_two_or_four_bytes_an_id(tmp_path, vocab, dtype):
     assert corpus.description == "4 tokens of ids.bin"
 
 
+@settings(deadline=None)
+@given(st.integers(1, 200), st.sampled_from(["uint8", "uint16", "int32", ">u4", "int64"]), st.data())
+def test_a_digest_tells_any_id_that_differs(size, dtype, data):
+    """And nothing else: dtype and byte order are the file's business."""
+    ids = np.random.default_rng(size).integers(0, 200, size)
+    digest = Corpus(tokens=ids, description="").digest
+    assert Corpus(tokens=ids.astype(dtype), description="another name").digest == digest
+    assert Corpus(tokens=np.append(ids, 0), description="").digest != digest
+    assert Corpus(tokens=ids[:-1], description="").digest != digest
+    ids[data.draw(st.integers(0, size - 1))] += 1
+    assert Corpus(tokens=ids, description="").digest != digest
+
+
+class Endless:
+    """An array of so many ids, each its own place or what was written over it; notes which are read."""
+
+    def __init__(self, size, written=()):
+        self.size, self.written, self.read = size, written, []
+
+    def __getitem__(self, part):
+        self.read.append((part.start, min(part.stop, self.size)))
+        ids = np.arange(*self.read[-1])
+        ids[np.isin(ids, self.written)] = 10**13
+        return ids
+
+
+@pytest.mark.parametrize("size", [128, 129, 1000, 10**12])
+def test_the_digest_of_a_large_corpus_is_of_even_blocks(monkeypatch, size):
+    """Here 16 of 8 ids: whole up to 128, then of as many, from the first to the last."""
+    monkeypatch.setattr("pymesh3d.data.BLOCK", 8)
+    monkeypatch.setattr("pymesh3d.data.BLOCKS", 16)
+    ids = Endless(size)
+    digest = Corpus(tokens=ids, description="").digest
+    assert len(ids.read) == 16 and {stop - start for start, stop in ids.read} == {8}
+    assert (ids.read[0][0], ids.read[-1][1]) == (0, size)
+    steps = np.diff([start for start, _ in ids.read])
+    assert steps.min() >= 8 and steps.max() - steps.min() <= 1
+    for place in (0, ids.read[5][0], ids.read[5][1] - 1, size - 1):
+        assert Corpus(tokens=Endless(size, [place]), description="").digest != digest
+
+
 def write(path: Path, content: object) -> str:
     if isinstance(content, bytes):
         path.write_bytes(content)

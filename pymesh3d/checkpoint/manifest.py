@@ -16,6 +16,7 @@ from pymesh3d.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+CORPUS_DIGEST = "corpus_digest"  # versions that did not know it wrote checkpoints without; those are resumed all the same
 REMEDY = "Remove that folder to resume from the one before"
 
 
@@ -63,11 +64,15 @@ def require_same(directory: Path, about: Mapping[str, Any]) -> tuple[int, dict[s
     except (OSError, ValueError) as error:
         raise CheckpointError(given, f"{str(folder)!r} cannot be read ({error})", REMEDY) from error
     saved = manifest["about"]
-    changed = [name for name in sorted({*saved, *about}) if saved.get(name) != about.get(name)]
+    known = {*saved, *about} - ({CORPUS_DIGEST} - saved.keys())
+    changed = [name for name in sorted(known) if saved.get(name) != about.get(name)]
     before, now = (", ".join(f"{name}={values.get(name)!r}" for name in changed) for values in (saved, about))
     if any(name in AXES for name in changed):
         rule = f"it was written with {before}, and to resume on another layout is not available yet"
         raise CheckpointError(f"{given} with {now}", rule, f"Use {before}")
+    if changed == [CORPUS_DIGEST]:
+        rule = f"it was written by a run on other data of the same name and size, {before}"
+        raise CheckpointError(f"{given} with {now}", rule, "Give the data as they were, or begin anew in another folder")
     if changed:
         raise CheckpointError(f"{given} with {now}", f"it was written by another run, with {before}", f"Use {before}")
     return step, manifest

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pymesh3d.checkpoint.load import load
-from pymesh3d.checkpoint.manifest import folder_of, newest, require_same
+from pymesh3d.checkpoint.manifest import CORPUS_DIGEST, folder_of, newest, require_same
 from pymesh3d.checkpoint.save import save
 from pymesh3d.comm.collectives import gather_rows
 from pymesh3d.commands.files import as_json, require_folder, require_picture, require_writable, write, writing
@@ -22,7 +22,7 @@ from pymesh3d.config import Layout, ModelConfig, TrainConfig, require_timeout, v
 from pymesh3d.data import Batches, Corpus, load_corpus
 from pymesh3d.engine import Engine, StepResult, parallelize
 from pymesh3d.errors import CheckpointError, ConfigError
-from pymesh3d.mesh import Mesh, init_mesh
+from pymesh3d.mesh import Mesh, exchange_text, init_mesh, require_equal
 from pymesh3d.models.llama import Llama
 from pymesh3d.planner.hardware import peak_flops
 from pymesh3d.planner.model import flops_per_token
@@ -63,7 +63,13 @@ class Job:
         free = ("steps", "lr", "weight_decay", "betas", "eps", "max_norm", "compile", "recompute", "schedule", "micro_batch", "dropout")
         train = {key: value for key, value in dataclasses.asdict(self.train).items() if key not in free}
         data = f"{corpus.description} ({corpus.tokens.size} tokens)"
-        return {**dataclasses.asdict(self.model), **dataclasses.asdict(self.layout), **train, "corpus": data}
+        return {
+            **dataclasses.asdict(self.model),
+            **dataclasses.asdict(self.layout),
+            **train,
+            "corpus": data,
+            CORPUS_DIGEST: corpus.digest,
+        }
 
 
 def prepare(job: Job) -> Batches:
@@ -89,6 +95,8 @@ def run(job: Job) -> int:
     """Train on the ranks that are here. Raises ConfigError, DistributedError, and OSError where a file could not be written."""
     batches = prepare(job)
     mesh = init_mesh(**dataclasses.asdict(job.layout), device=job.device, timeout_s=job.timeout)
+    data = f"{batches.corpus.description}, digest {batches.corpus.digest}"
+    require_equal(exchange_text(data, mesh.device, "comparing the data"), "data")
     progress = Progress(quiet=mesh.rank != 0)
     progress.header(mesh, job.model, job.train, batches.corpus.description)
     engine = parallelize(Llama(job.model, device="meta"), mesh, job.train)

@@ -55,7 +55,7 @@ def test_what_is_no_manifest_is_not_read(tmp_path: Path, content: str, words: st
         read(tmp_path)
 
 
-ABOUT: dict[str, Any] = {"dim": 16, "corpus": "9 bytes of a.txt", **dict.fromkeys(AXES, 1)}
+ABOUT: dict[str, Any] = {"dim": 16, "corpus": "9 bytes of a.txt", "corpus_digest": "a1", **dict.fromkeys(AXES, 1)}
 
 
 @pytest.fixture
@@ -77,6 +77,15 @@ def test_the_newest_of_the_same_run_is_found(saved: Path) -> None:
         ({"dim": 8}, "with dim=8: it was written by another run, with dim=16. Use dim=16"),
         ({"corpus": "x"}, "with corpus='x': it was written by another run, with corpus='9 bytes of a.txt'. Use corpus='9 bytes of"),
         ({"corpus": "x", "dim": 8}, "with corpus='x', dim=8: it was "),
+        (
+            {"corpus_digest": "b2"},
+            "corpus_digest='b2': it was written by a run on other data of the same name and size, corpus_digest='a1'. Give",
+        ),
+        (
+            {"corpus_digest": "b2", "dim": 8},
+            "corpus_digest='b2', dim=8: it was written by another run, with corpus_digest='a1', dim=16. Use ",
+        ),
+        ({"corpus_digest": None}, "with corpus_digest=None: it was written by a run on other data"),
         ({"new": 1}, "with new=1: it was written by another run, with new=None. Use new=None"),
         ({"dim": None}, "with dim=None: it was written by another run, with dim=16. Use dim=16"),
         *(
@@ -90,6 +99,16 @@ def test_another_run_is_refused_by_what_differs(saved: Path, change: dict[str, A
     with pytest.raises(CheckpointError) as caught:
         require_same(saved, {**ABOUT, **change})
     assert str(caught.value).startswith(f"resume={str(saved)!r} with ") and words in str(caught.value)
+
+
+def test_a_checkpoint_without_a_digest_is_of_the_same_run(saved: Path) -> None:
+    """Earlier versions wrote none."""
+    before = {name: value for name, value in ABOUT.items() if name != "corpus_digest"}
+    manifest = folder_of(saved, 2) / MANIFEST
+    manifest.write_text(json.dumps({"format": 1, "about": before, "sha256": ["x"]}))
+    assert require_same(saved, ABOUT)[0] == require_same(saved, before)[0] == 2
+    with pytest.raises(CheckpointError, match="with dim=8: it was written by another run, with dim=16"):
+        require_same(saved, {**ABOUT, "dim": 8})
 
 
 def test_what_only_the_checkpoint_names_must_be_the_same_too(saved: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from pymesh3d.checkpoint.manifest import file_of, folder_of
@@ -25,8 +26,9 @@ from pymesh3d.commands import train
 from pymesh3d.commands.spelling import MODEL_FIELDS, option_of
 from pymesh3d.commands.train import Job
 from pymesh3d.config import Layout, ModelConfig, TrainConfig
+from pymesh3d.data import load_corpus
 from pymesh3d.engine import Engine
-from pymesh3d.errors import CheckpointError, ConfigError, DataError
+from pymesh3d.errors import CheckpointError, ConfigError, DataError, DistributedError
 from pymesh3d.planner.model import flops_per_token
 
 Ranks = Callable[..., list[Any]]
@@ -239,14 +241,56 @@ def test_another_run_is_refused_by_what_differs(ranks: Ranks, text: str, tmp_pat
     other, more = tmp_path / "other.txt", tmp_path / "corpus.txt"
     other.write_bytes(Path(text).read_bytes())
     more.write_bytes(Path(text).read_bytes() + b"<")
-    before = "corpus='2.0 k bytes of corpus.txt (2000 tokens)'"
-    for file, now in ((other, "bytes of other.txt (2000 tokens)'"), (more, "bytes of corpus.txt (2001 tokens)'")):
-        with pytest.raises(CheckpointError) as caught:
-            train.prepare(job(str(file), resume=str(tmp_path)))
-        said = f"corpus='2.0 k {now}: it was written by another run, with {before}. Use {before}"
-        assert str(caught.value) == f"resume={str(tmp_path)!r} with {said}"
+    before, digest = "corpus='2.0 k bytes of corpus.txt (2000 tokens)'", f"corpus_digest={digest_of(Path(text))!r}"
+    with pytest.raises(CheckpointError) as caught:
+        train.prepare(job(str(other), resume=str(tmp_path)))
+    said = f"corpus='2.0 k bytes of other.txt (2000 tokens)': it was written by another run, with {before}. Use {before}"
+    assert str(caught.value) == f"resume={str(tmp_path)!r} with {said}"
+    with pytest.raises(CheckpointError) as caught:
+        train.prepare(job(str(more), resume=str(tmp_path)))
+    said = f"corpus='2.0 k bytes of corpus.txt (2001 tokens)', corpus_digest={digest_of(more)!r}: it was written by another run, with "
+    assert str(caught.value) == f"resume={str(tmp_path)!r} with {said}{before}, {digest}. Use {before}, {digest}"
+    more.write_bytes(Path(text).read_bytes()[::-1])
+    with pytest.raises(CheckpointError) as caught:
+        train.prepare(job(str(more), resume=str(tmp_path)))
+    said = f"corpus_digest={digest_of(more)!r}: it was written by a run on other data of the same name and size, {digest}. Give the data as"
+    assert str(caught.value) == f"resume={str(tmp_path)!r} with {said} they were, or begin anew in another folder"
     free = {"steps": 2, "lr": 0.5, "schedule": "gpipe", "micro_batch": 2, "recompute": "full", "max_norm": None, "weight_decay": 0.0}
     ranks(1, run, job(text, free, resume=str(tmp_path)))  # what may change does
+
+
+def digest_of(file: Path) -> str:
+    return load_corpus(str(file), 256, 8).digest
+
+
+def test_a_checkpoint_that_knows_no_digest_is_resumed(ranks: Ranks, text: str, tmp_path: Path) -> None:
+    """As versions before wrote it; what is saved then knows it."""
+    ranks(1, run, job(text, {"steps": 1}, save=str(tmp_path)))
+    first, second = (folder_of(tmp_path, step) / "manifest.json" for step in (1, 2))
+    manifest = json.loads(first.read_text())
+    assert manifest["about"].pop("corpus_digest") == digest_of(Path(text))
+    first.write_text(json.dumps(manifest))
+    (printed,) = ranks(1, run, job(text, {"steps": 2}, resume=str(tmp_path), save=str(tmp_path)))
+    assert f"resumed from {tmp_path}/step-00000001" in printed
+    assert json.loads(second.read_text())["about"]["corpus_digest"] == digest_of(Path(text))
+
+
+def run_on_different_data(one: Job, files: list[str]) -> str:
+    """Rank r trains on file r; what it is told, before any step."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(DistributedError) as caught:
+        patch.setattr(Engine, "train_step", lambda *_: pytest.fail("a step was begun"))
+        train.run(dataclasses.replace(one, data=files[dist.get_rank()]))
+    return str(caught.value)
+
+
+def test_ranks_that_see_different_data_train_no_step(ranks: Ranks, text: str, tmp_path: Path) -> None:
+    """Of one name and size, as where a host has an older copy."""
+    other = tmp_path / Path(text).name
+    other.write_bytes(Path(text).read_bytes()[::-1])
+    told = ranks(2, run_on_different_data, job(text, layout=Layout(dp=2)), [text, str(other)])
+    names = [f"'2.0 k bytes of corpus.txt, digest {digest_of(Path(file))}'" for file in (text, other)]
+    said = f"all ranks must have the same data, {names[0]}, but rank 1 has {names[1]}. Install and start the same everywhere"
+    assert told == [said, said]
 
 
 def test_the_help_of_resume_names_what_must_be_the_same(
@@ -257,7 +301,7 @@ def test_the_help_of_resume_names_what_must_be_the_same(
         parser().parse_args(["train", "--help"])
     said = capsys.readouterr().out
     about = job(text).about(train.prepare(job(text)).corpus)
-    options = {"--data" if name == "corpus" else "--model" if name in MODEL_FIELDS else option_of(name) for name in about}
+    options = {"--data" if name.startswith("corpus") else "--model" if name in MODEL_FIELDS else option_of(name) for name in about}
     kept = re.search(r"What must be as it was: (.*); the rest may change", said)
     assert kept and set(kept[1].split(", ")) == {option for option in options if f"  {option}" in said}
 
