@@ -66,13 +66,14 @@ class Action:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What each of `pp` ranks does in one step of `microbatches`; a rank holds `virtual` stages."""
+    """What each of `pp` ranks does in one step of `microbatches`; a rank holds `virtual` stages. `forward_only`: it has no backwards."""
 
     name: str
     pp: int
     microbatches: int
     virtual: int = 1
     ranks: tuple[tuple[Action, ...], ...]
+    forward_only: bool = False
 
     def __post_init__(self) -> None:
         for name in ("pp", "microbatches", "virtual"):
@@ -121,7 +122,7 @@ class Schedule:
     def forwards(self) -> Schedule:
         """The same without backwards and what belongs to them."""
         ranks = tuple(tuple(action for action in actions if action.kind in ("F", "SF", "RF")) for actions in self.ranks)
-        return dataclasses.replace(self, ranks=ranks)
+        return dataclasses.replace(self, ranks=ranks, forward_only=True)
 
     @property
     def heading(self) -> str:

@@ -230,11 +230,12 @@ def _impossible(schedule: Schedule, rank: int, action: Action, done: set[Action]
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Every stage runs every microbatch forward and backward."""
+    """Every stage runs every microbatch forward, and backward unless the schedule has no backwards."""
+    work = WORK[:1] if schedule.forward_only else WORK
     present = {action for actions in schedule.ranks for action in actions}
     for stage in range(schedule.stages):
         rank = schedule.rank_of(stage)
-        for action in (Action(kind, m, stage) for m in range(schedule.microbatches) for kind in WORK):
+        for action in (Action(kind, m, stage) for m in range(schedule.microbatches) for kind in work):
             if action not in present:
                 problem = f"{schedule.text_of(action, rank)} of rank {rank} is missing"
                 raise ScheduleError(schedule, problem, {rank: len(schedule.ranks[rank])})

@@ -1,12 +1,13 @@
 """GPipe, 1F1B and interleaved 1F1B: no deadlock under the strictest transport, and the bubble, order and memory they are known for."""
 
+import dataclasses
 import functools
 
 import pytest
 
 from pymesh3d.config import SCHEDULES as NAMES
 from pymesh3d.errors import ConfigError
-from pymesh3d.schedule import Action, Schedule, Timeline, Times, build, check_links, parse, simulate
+from pymesh3d.schedule import Action, Schedule, ScheduleError, Timeline, Times, build, check_links, parse, simulate
 from pymesh3d.schedule import schedules as module
 from pymesh3d.schedule.actions import COMPUTE, RECEIVES, SENDS
 from pymesh3d.schedule.draw import to_text
@@ -211,14 +212,26 @@ def test_interleaved_backward_in_the_same_order_on_every_stage(virtual: int) -> 
 def test_interleaved_passes_links_in_order_and_prints(virtual: int) -> None:
     for schedule in all_sizes("interleaved", virtual):
         check_links(schedule)
+        check_links(schedule.forwards)
         assert parse(str(schedule)) == schedule
 
 
 @everyone
 def test_links_in_order(name: str) -> None:
-    """C37: nothing is buffered, and a rank goes on when all that it has begun to send and receive is across."""
+    """C37: nothing is buffered, and a rank goes on when all that it has begun to send and receive is across. So too in evaluation."""
     for schedule in all_sizes(name):
         check_links(schedule)
+        check_links(schedule.forwards)
+
+
+def test_forwards_alone_are_complete_only_where_they_are_meant_to_be() -> None:
+    forwards = build("1f1b", 2, 2).forwards
+    check_links(forwards)
+    with pytest.raises(ScheduleError, match="B0 of rank 0 is missing"):
+        check_links(parse(str(forwards)))
+    lost = dataclasses.replace(forwards, ranks=(forwards.ranks[0][:-2], forwards.ranks[1]))
+    with pytest.raises(ScheduleError, match="F1 of rank 0 is missing"):
+        check_links(lost)
 
 
 @several
