@@ -122,7 +122,7 @@ class _ProcessGroups:
     """Those of torch's that a mesh has made: destroying them on GPUs would wait for a peer that is lost."""
 
     def __init__(self, axes: list[Axis], *, everything: bool, on_gpu: bool) -> None:
-        self._axes, self._everything, self._on_gpu = axes, everything, on_gpu
+        self.axes, self._everything, self._on_gpu = axes, everything, on_gpu
         self._aborting: list[threading.Thread] = []
 
     def check(self) -> None:
@@ -133,7 +133,7 @@ class _ProcessGroups:
         if not self._on_gpu:
             return True
         if not self._aborting:  # all at a time, each on a thread: NCCL waits for what the others have on the GPU, and may never come back
-            groups = [axis.group for axis in self._axes]
+            groups = [axis.group for axis in self.axes]
             if dist.group.WORLD is not None:
                 groups.append(dist.group.WORLD)
             self._aborting = [threading.Thread(target=group.abort, name="abort process group", daemon=True) for group in groups]
@@ -151,7 +151,7 @@ class _ProcessGroups:
         if self._everything:
             dist.destroy_process_group()
         else:
-            for axis in self._axes:
+            for axis in self.axes:
                 dist.destroy_process_group(axis.group)
 
 
@@ -163,7 +163,7 @@ class Mesh:
     """
 
     def __init__(
-        self, layout: Layout, device: torch.device, topology: Topology, *, timeout: datetime.timedelta, owns_process_group: bool
+        self, layout: Layout, device: torch.device, topology: Topology, *, timeout: datetime.timedelta, groups: _ProcessGroups
     ) -> None:
         self.layout = layout
         self.device = device
@@ -171,8 +171,7 @@ class Mesh:
         self.rank = dist.get_rank()
         self.ranks = np.arange(layout.world).reshape(layout.sizes)
         self.timeout = timeout
-        self._lines: list[Axis] = []
-        groups = _ProcessGroups(self._lines, everything=owns_process_group, on_gpu=device.type == "cuda")
+        self._lines = groups.axes
         self.watched: list[Watched] = [groups]  # links before it: to end the groups may take that nothing else hangs on the GPU
         self._kept: dict[Hashable, Any] = {}
         self.failed = ""  # what ended a step between stages, if one has: what is under way on the links belongs to it
@@ -293,7 +292,8 @@ def init_mesh(*, tp: int = 1, pp: int = 1, dp: int = -1, cp: int = 1, device: st
 
     One axis may be -1: whatever is left. `device`: "cuda" or "cpu", by default whichever this machine has. `timeout_s` bounds
     every wait for another rank. Raises ConfigError before any communication when the sizes do not fit the number of ranks,
-    DistributedError when ranks cannot meet or do not run the same version.
+    DistributedError when ranks cannot meet or do not run the same version; on GPUs this process has to
+    end then.
     """
     require_timeout("timeout_s", timeout_s)
     world = dist.get_world_size() if dist.is_initialized() else world_size()
@@ -302,6 +302,7 @@ def init_mesh(*, tp: int = 1, pp: int = 1, dp: int = -1, cp: int = 1, device: st
     owns = not dist.is_initialized()
     if owns:
         join(where, timeout_s)
+    groups = _ProcessGroups([], everything=owns, on_gpu=where.type == "cuda")
     try:
         version = f"pymesh3d {__version__}, torch {torch.__version__.split('+')[0]}"
         texts = exchange_text(f"{version}|{host_name()}|{physical_device(where.index or 0)}", where)
@@ -309,10 +310,11 @@ def init_mesh(*, tp: int = 1, pp: int = 1, dp: int = -1, cp: int = 1, device: st
         require_equal(versions, "version")
         links = nvidia_links() if where.type == "cuda" and world > 1 else {}
         topology = Topology(hosts=hosts, devices=tuple(map(int, devices)), links=links, on_gpu=where.type == "cuda")
-        return Mesh(layout, where, topology, timeout=datetime.timedelta(seconds=timeout_s), owns_process_group=owns)
+        return Mesh(layout, where, topology, timeout=datetime.timedelta(seconds=timeout_s), groups=groups)
     except BaseException:
         if owns:
-            dist.destroy_process_group()
+            groups.abort(ABORT)
+            groups.close()
         raise
 
 

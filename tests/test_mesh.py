@@ -439,5 +439,36 @@ def test_process_groups_are_aborted_at_a_time_and_once(monkeypatch: pytest.Monke
     assert sorted(told) == [0, 1, 2]
 
 
+class Aborted(SimpleNamespace):
+    """A process group that writes down that it was aborted."""
+
+    def abort(self) -> None:
+        self.told.append(self.name)
+
+
+def test_a_mesh_that_cannot_be_made_on_gpus_aborts_what_it_has_begun(alone: pytest.MonkeyPatch) -> None:
+    """A peer is lost while groups are connected: to destroy them would wait for it."""
+    told = list[str]()
+
+    def lost(*_: object, groups: Any, **__: object) -> None:
+        groups.axes.append(Axis("dp", 0, (0, 1), Aborted(told=told, name="dp")))  # type: ignore[arg-type]
+        raise DistributedError("connecting the tp groups failed")
+
+    for name, stand_in in {
+        "_device": lambda _: torch.device("cuda", 0),
+        "join": lambda *_: None,
+        "exchange_text": lambda text, *_: [text],
+        "nvidia_links": dict,
+        "physical_device": lambda _: 0,
+        "Mesh": lost,
+    }.items():
+        alone.setattr(mesh_module, name, stand_in)
+    alone.setattr(dist, "group", SimpleNamespace(WORLD=Aborted(told=told, name="world")))
+    alone.setattr(dist, "destroy_process_group", lambda *_: pytest.fail("this waits for a lost peer"))
+    with pytest.raises(DistributedError, match="connecting the tp groups failed"):
+        init_mesh()
+    assert sorted(told) == ["dp", "world"]
+
+
 def test_process_groups_off_gpus_are_left_alone() -> None:
     assert mesh_module._ProcessGroups([Axis("dp", 0, (0, 1), None)], everything=True, on_gpu=False).abort(0.0)  # type: ignore[arg-type]
