@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -14,6 +15,7 @@
 #include "probe.h"
 
 namespace py = pybind11;
+using pymesh3d::Ends;
 using pymesh3d::Gpu;
 using pymesh3d::Link;
 using pymesh3d::Nccl;
@@ -36,12 +38,13 @@ UniqueId as_id(const std::string& bytes) {
   return id;
 }
 
-std::unique_ptr<Link> make_link(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, const std::string& id, int rank,
-                           std::uintptr_t scratch, int min_ctas, int max_ctas, double timeout) {
-  if (rank != 0 && rank != 1) throw py::value_error("a link has ranks 0 and 1, got " + std::to_string(rank));
+std::unique_ptr<Link> make_link(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, const std::string& id,
+                           std::array<int, 2> ranks, int end, std::uintptr_t scratch, int min_ctas, int max_ctas, double timeout) {
+  if (end != 0 && end != 1) throw py::value_error("a link has ends 0 and 1, got " + std::to_string(end));
   const UniqueId unique = as_id(id);
   const py::gil_scoped_release released;
-  return std::make_unique<Link>(std::move(gpu), std::move(nccl), unique, rank, Piece{scratch, 1}, NcclOptions{min_ctas, max_ctas, timeout});
+  return std::make_unique<Link>(std::move(gpu), std::move(nccl), unique, Ends{ranks, end}, Piece{scratch, 1},
+                                NcclOptions{min_ctas, max_ctas, timeout});
 }
 
 std::pair<std::uint64_t, std::uint64_t> transfer(Link& link, std::uintptr_t sent, std::size_t sent_bytes, std::uintptr_t received, std::size_t received_bytes, Stream stream) {
@@ -72,9 +75,9 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("version", &Nccl::version)
       .def("unique_id", [](const Nccl& nccl) { return as_bytes(nccl.unique_id()); });
 
-  py::class_<Link>(module, "Link", "What joins two ranks, 0 and 1: transfers both ways, in order.")
-      .def(py::init(&make_link), py::arg("gpu"), py::arg("nccl"), py::arg("id"), py::arg("rank"), py::arg("scratch"), py::kw_only(),
-           py::arg("min_ctas") = 0, py::arg("max_ctas") = 0, py::arg("timeout") = 300.0)
+  py::class_<Link>(module, "Link", "One end of what joins two ranks: transfers both ways, in order.")
+      .def(py::init(&make_link), py::arg("gpu"), py::arg("nccl"), py::arg("id"), py::arg("ranks"), py::arg("end"), py::arg("scratch"),
+           py::kw_only(), py::arg("min_ctas") = 0, py::arg("max_ctas") = 0, py::arg("timeout") = 300.0)
       .def("transfer", &transfer, py::arg("sent"), py::arg("sent_bytes"), py::arg("received"), py::arg("received_bytes"), py::arg("stream"))
       .def("join", &Link::join, py::arg("number"), py::arg("stream"), NoGil())
       .def("finished", &Link::finished)

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <stdexcept>
 #include <utility>
 
@@ -17,16 +18,20 @@ double since(Clock::time_point began) { return std::chrono::duration<double>(Clo
 
 }  // namespace
 
-Link::Link(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, const UniqueId& id, int rank, Piece scratch, const NcclOptions& options)
-    : gpu_(std::move(gpu)), timeout_(options.timeout), communicator_(gpu_, std::move(nccl), id, rank, options), stream_(gpu_->create_stream()) {
+Link::Link(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, const UniqueId& id, const Ends& ends, Piece scratch,
+           const NcclOptions& options)
+    : gpu_(std::move(gpu)),
+      timeout_(options.timeout),
+      communicator_(gpu_, std::move(nccl), id, ends, options),
+      stream_(gpu_->create_stream()) {
   try {
-    communicator_.connect(rank == 0 ? scratch : Piece{}, rank == 0 ? Piece{} : scratch, stream_);
+    communicator_.connect(ends.here == 0 ? scratch : Piece{}, ends.here == 0 ? Piece{} : scratch, stream_);
     unused_.push_back(gpu_->create_event());
     gpu_->record(unused_.back(), stream_);
     const auto began = Clock::now();
     while (!gpu_->finished(unused_.back())) {
       if (since(began) > timeout_)
-        throw NcclError("the first transfer of rank " + std::to_string(rank) + " took longer than " + text_of(timeout_) + " s");
+        throw NcclError("the first transfer " + ends.text() + " took longer than " + text_of(timeout_) + " s");
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
     finished_ = gpu_->create_counter();
@@ -35,6 +40,7 @@ Link::Link(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, con
   } catch (...) {
     for (const Event event : unused_) gpu_->destroy_event(event);
     gpu_->destroy_stream(stream_);
+    if (finished_) gpu_->destroy_counter(finished_);
     throw;
   }
 }
@@ -78,7 +84,8 @@ std::pair<std::uint64_t, std::uint64_t> Link::transfer(Piece sent, Piece receive
 void Link::join(std::uint64_t number, Stream stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
   communicator_.require_open("a transfer");
-  if (number > done_ + pending_.size()) throw std::out_of_range("transfer " + std::to_string(number) + " has not been started");
+  if (number > done_ + pending_.size())
+    throw std::out_of_range("transfer " + std::to_string(number) + " " + communicator_.ends().text() + " has not been started");
   if (number > done_) gpu_->wait(stream, pending_[number - done_ - 1]);
 }
 
@@ -96,19 +103,19 @@ void Link::check() const { communicator_.check(); }
 void Link::watch(const std::future<void>& end) {
   auto began = Clock::now();
   for (std::uint64_t seen = 0; end.wait_for(look) != std::future_status::ready;) {
-    try {
-      communicator_.check();
-    } catch (const std::exception& error) {
-      give_up(courtesy, error.what());
-      return;
-    }
     if (const std::uint64_t finished = *finished_; finished != seen || finished == started_) {
       seen = finished;
       began = Clock::now();
-    } else if (since(began) > timeout_) {
-      give_up(courtesy, "transfer " + std::to_string(seen + 1) + " has not finished within " + text_of(timeout_) + " s");
-      return;
     }
+    const double waited = since(began);
+    const std::string transfer = "transfer " + std::to_string(seen + 1);
+    try {
+      communicator_.check();
+    } catch (const std::exception& error) {
+      const std::string after = "after " + text_of(std::round(10 * waited) / 10) + " s of waiting for " + transfer + ", ";
+      return give_up(courtesy, (seen < started_ ? after : "") + error.what());
+    }
+    if (waited > timeout_) return give_up(courtesy, transfer + " has not finished within " + text_of(timeout_) + " s");
   }
 }
 

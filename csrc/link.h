@@ -28,7 +28,8 @@ namespace pymesh3d {
 class Link {
  public:
   // `scratch`: a byte of device memory, to connect with. It is free again afterwards.
-  Link(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, const UniqueId& id, int rank, Piece scratch, const NcclOptions& options);
+  Link(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, const UniqueId& id, const Ends& ends, Piece scratch,
+       const NcclOptions& options);
   ~Link();
   Link(const Link&) = delete;
   Link& operator=(const Link&) = delete;

@@ -9,7 +9,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <future>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -25,6 +27,11 @@ namespace pymesh3d {
 
 inline std::string library;  // its path
 
+// The end of rank 4, which is 0, or that of rank 5, which is 1.
+inline Ends ends(int end) { return {{4, 5}, end}; }
+
+inline std::string between(int end) { return end == 0 ? "between rank 4 and rank 5" : "between rank 5 and rank 4"; }
+
 constexpr double soon = 20.0;  // seconds that NCCL has, where a case is not about the limit
 
 // What a process has: the libraries, and what else the one that stands for them can do.
@@ -36,6 +43,7 @@ struct Machine {
   void (*fail)(const char*, int) = stub.function<void(const char*, int)>("stub_fail");
   void (*delay)(unsigned, unsigned) = stub.function<void(unsigned, unsigned)>("stub_delay");
   int (*alive)() = stub.function<int()>("stub_alive");
+  int (*host_memory)() = stub.function<int()>("stub_host_memory");
   int (*synchronize)(Stream) = driver_function<int(Stream)>("cuStreamSynchronize");
   int (*launch)(Stream, void (*)(void*), void*) = driver_function<int(Stream, void (*)(void*), void*)>("cuLaunchHostFunc");
   UniqueId id = nccl->unique_id();
@@ -87,7 +95,7 @@ struct End {
   Link link;
 
   End(const Machine& machine, int rank, const NcclOptions& options = {0, 0, soon})
-      : computing(machine), link(machine.gpu, machine.nccl, machine.id, rank, {piece(scratch).data, 1}, options) {}
+      : computing(machine), link(machine.gpu, machine.nccl, machine.id, ends(rank), {piece(scratch).data, 1}, options) {}
 
   std::uint64_t exchange(const Numbers& sent, Numbers& received) { return link.transfer(piece(sent), piece(received), computing.stream).first; }
   std::uint64_t send(const Numbers& sent) { return link.transfer(piece(sent), {}, computing.stream).first; }
@@ -136,4 +144,35 @@ bool has(const std::string& text, const Words&... words) {
   return all;
 }
 
+// The part of rank 0 while rank 1 does nothing.
+inline void with_silent_peer(const std::function<void(const Machine&, std::optional<End>&)>& part) {
+  std::promise<void> ended;
+  in_threads([&](const Machine& machine, int rank) {
+    std::optional<End> end(std::in_place, machine, rank);
+    if (rank == 1) return ended.get_future().wait();
+    part(machine, end);
+    ended.set_value();
+  });
+}
+
+inline unsigned time_limit = 60;  // seconds that a case has
+
+// Runs a case in a process of its own. False, with its name, if it fails.
+inline bool passes(const char* name, void (*run)()) {
+  const pid_t child = fork();
+  if (!child) {
+    alarm(time_limit);  // what hangs is killed
+    run();
+    std::exit(0);
+  }
+  int status = 0;
+  EXPECT(waitpid(child, &status, 0) == child);
+  if (status == 0) return true;
+  const bool killed = WIFSIGNALED(status);
+  std::fprintf(stderr, "%s ended with %s %d\n", name, killed ? "signal" : "status", killed ? WTERMSIG(status) : WEXITSTATUS(status));
+  return false;
+}
+
 }  // namespace pymesh3d
+
+#define RUN(name) failures += !passes(#name, name)

@@ -35,6 +35,8 @@ std::string text_of(double seconds) {
   return text;
 }
 
+std::string Ends::text() const { return "between rank " + std::to_string(ranks[here]) + " and rank " + std::to_string(ranks[there()]); }
+
 // The first fields of ncclConfig_t, those of NCCL 2.18. NCCL reads as many as `size` says and takes its defaults for later ones.
 struct Nccl::Config {
   std::size_t size = sizeof(Config);
@@ -92,14 +94,16 @@ std::string Nccl::text(Result result, Comm comm) const {
   return last && *last ? text + ": " + last : text;
 }
 
-Communicator::Communicator(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, const UniqueId& id, int rank,
+Communicator::Communicator(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, const UniqueId& id, const Ends& ends,
                            const NcclOptions& options)
-    : gpu_(std::move(gpu)), nccl_(std::move(nccl)), context_(gpu_->context()), rank_(rank), timeout_(options.timeout) {
+    : gpu_(std::move(gpu)), nccl_(std::move(nccl)), context_(gpu_->context()), ends_(ends), timeout_(options.timeout) {
   Nccl::Config config;
   if (options.min_ctas) config.min_ctas = options.min_ctas;
   if (options.max_ctas) config.max_ctas = options.max_ctas;
   const auto made = std::make_shared<Nccl::Comm>(nullptr);  // shared: the call may end after we have given up on it
-  within_limit("ncclCommInitRankConfig", nullptr, [nccl = nccl_, made, id, rank, config]() mutable { return nccl->init_(made.get(), 2, id, rank, &config); });
+  within_limit("ncclCommInitRankConfig", nullptr, [nccl = nccl_, made, id, rank = ends.here, config]() mutable {
+    return nccl->init_(made.get(), 2, id, rank, &config);
+  });
   comm_ = *made;
 }
 
@@ -108,7 +112,7 @@ Communicator::~Communicator() {
   wait_for_abort(1.0);
 }
 
-std::string Communicator::about(const char* call) const { return std::string(call) + " between rank " + std::to_string(rank_) + " and its peer"; }
+std::string Communicator::about(const char* call) const { return std::string(call) + " " + ends_.text(); }
 
 Nccl::Comm Communicator::open(const char* call) const {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -134,12 +138,12 @@ void Communicator::within_limit(const char* call, Nccl::Comm comm, std::function
 
 void Communicator::exchange(Piece sent, Piece received, Stream stream) {
   const Nccl::Comm comm = open("a transfer");
-  require(nccl_->exchange(comm, 1 - rank_, sent, received, stream), "a transfer", comm);
+  require(nccl_->exchange(comm, ends_.there(), sent, received, stream), "a transfer", comm);
 }
 
 void Communicator::connect(Piece sent, Piece received, Stream stream) {
   const Nccl::Comm comm = open("connecting");
-  within_limit("connecting", comm, [nccl = nccl_, comm, peer = 1 - rank_, sent, received, stream] {
+  within_limit("connecting", comm, [nccl = nccl_, comm, peer = ends_.there(), sent, received, stream] {
     return nccl->exchange(comm, peer, sent, received, stream);
   });
 }

@@ -1,6 +1,7 @@
 // NCCL, opened while the program runs, and communicators of two ranks that never make the host wait without a limit.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -15,13 +16,21 @@
 
 namespace pymesh3d {
 
-// A call that failed or took too long. what() names the call and this rank, and gives NCCL's own text.
+// A call that failed or took too long. what() names the call and both ranks, and gives NCCL's own text.
 struct NcclError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
 struct UniqueId {  // ncclUniqueId, which NCCL takes by value
   char bytes[128];
+};
+
+// The two ranks of a communicator as the rest of the world counts them, and which of them this one is: 0 or 1, as NCCL counts them.
+struct Ends {
+  std::array<int, 2> ranks;
+  int here;
+  int there() const { return 1 - here; }
+  std::string text() const;  // between rank 4 and rank 5, this one first
 };
 
 // A number of CTAs left at 0 is NCCL's choice; `timeout` in seconds bounds every call that may wait for the peer.
@@ -70,15 +79,17 @@ class Nccl {
   const char* (*last_error_)(Comm);
 };
 
-// Two ranks, 0 and 1. What may wait for the peer (the constructor, `close`, `abort`) runs on a thread of its own, so that the caller waits
+// What two ranks share. What may wait for the peer (the constructor, `close`, `abort`) runs on a thread of its own, so that the caller waits
 // no longer than the limit. NCCL's non-blocking mode would do that too, but costs 60 us of the host for each operation (H200, NCCL 2.28.9:
 // a thread is started and waited for; a blocking communicator takes 10 us).
 class Communicator {
  public:
-  Communicator(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, const UniqueId& id, int rank, const NcclOptions& options);
+  Communicator(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, const UniqueId& id, const Ends& ends, const NcclOptions& options);
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
+
+  const Ends& ends() const noexcept { return ends_; }
 
   // Enqueues one kernel that sends and receives.
   void exchange(Piece sent, Piece received, Stream stream);
@@ -113,7 +124,7 @@ class Communicator {
   std::shared_ptr<const Gpu> gpu_;
   std::shared_ptr<const Nccl> nccl_;
   Context context_;  // of whoever made it, for other threads
-  int rank_;
+  Ends ends_;
   double timeout_;
   mutable std::mutex mutex_;  // of what follows
   Nccl::Comm comm_ = nullptr;

@@ -1,5 +1,7 @@
 """The compiled part of pymesh3d (csrc/). Import it through `pymesh3d.comm.native` only: it may be absent."""
 
+from collections.abc import Sequence
+
 version: str
 
 class Probe:
@@ -34,10 +36,20 @@ class Nccl:
     def unique_id(self) -> bytes: ...
 
 class Link:
-    """What joins two ranks, 0 and 1: transfers both ways, in order. Every call may raise NcclError or GpuError."""
+    """End 0 or 1 of what joins two ranks: transfers both ways, in order. Every call may raise NcclError or GpuError."""
 
     def __init__(
-        self, gpu: Gpu, nccl: Nccl, id: bytes, rank: int, scratch: int, *, min_ctas: int = 0, max_ctas: int = 0, timeout: float = 300.0
+        self,
+        gpu: Gpu,
+        nccl: Nccl,
+        id: bytes,
+        ranks: Sequence[int],
+        end: int,
+        scratch: int,
+        *,
+        min_ctas: int = 0,
+        max_ctas: int = 0,
+        timeout: float = 300.0,
     ) -> None: ...
     def transfer(self, sent: int, sent_bytes: int, received: int, received_bytes: int, stream: int) -> tuple[int, int]: ...
     def join(self, number: int, stream: int) -> None: ...

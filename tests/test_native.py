@@ -19,7 +19,8 @@ from tests.stub import COMPILER
 
 ROOT = Path(__file__).parents[1]
 CORE = [ROOT / "csrc" / f"{name}.cpp" for name in ("gpu", "library", "link", "nccl", "probe")]
-PROGRAMS = [ROOT / "csrc" / f"{name}.cpp" for name in ("core_test", "link_test")]
+PROGRAMS = [ROOT / "csrc" / f"{name}.cpp" for name in ("link_test", "link_abort_test", "core_test")]
+LINK_TESTS = {"link_test": ["1000"], "link_abort_test": []}  # and what they take besides the library
 SANITIZERS = {
     "memory": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "threads": ["-fsanitize=thread"],
@@ -175,9 +176,13 @@ def expect_success(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def quick_links(sanitized: dict[str, Path]) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """The tests of links under each kind, at the same time: most of it is waiting."""
-    running = {kind: started(folder / "link_test", folder / "libstub.so", "1000") for kind, folder in sanitized.items()}
+def quick_links(sanitized: dict[str, Path]) -> Iterator[dict[tuple[str, str], subprocess.Popen[str]]]:
+    """The tests of links under each kind, all at the same time: most of it is waiting."""
+    running = {
+        (kind, program): started(folder / program, folder / "libstub.so", *arguments)
+        for kind, folder in sanitized.items()
+        for program, arguments in LINK_TESTS.items()
+    }
     yield running
     for process in running.values():
         process.kill()
@@ -192,9 +197,10 @@ def test_core_under_the_sanitizers(fake: Build, sanitized: dict[str, Path]) -> N
 
 @pytest.mark.timeout(300)  # the first builds everything
 @needs_compiler
+@pytest.mark.parametrize("program", LINK_TESTS)
 @pytest.mark.parametrize("kind", SANITIZERS)
-def test_links_under_the_sanitizers(quick_links: dict[str, subprocess.Popen[str]], kind: str) -> None:
-    expect_success(quick_links[kind])
+def test_links_under_the_sanitizers(quick_links: dict[tuple[str, str], subprocess.Popen[str]], kind: str, program: str) -> None:
+    expect_success(quick_links[kind, program])
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,7 +60,9 @@ def libraries(cuda: str = "libcuda.so.1", nccl: str = "libnccl.so.2") -> tuple[G
     return _C.Gpu(cuda), _C.Nccl(nccl)
 
 
-def link(gpu: Gpu, nccl: Nccl, unique: bytes, rank: int, device: torch.device, *, timeout: float, ctas: int = 0) -> Link:
-    """End 0 or 1 of a link. Waits for the other end. Raises RuntimeError with NCCL's words."""
+def link(
+    gpu: Gpu, nccl: Nccl, unique: bytes, ranks: Sequence[int], end: int, device: torch.device, *, timeout: float, ctas: int = 0
+) -> Link:
+    """End 0 or 1 of a link between two ranks of the world. Waits for the other end. Raises RuntimeError that names both."""
     scratch = torch.zeros(1, dtype=torch.uint8, device=device)
-    return _C.Link(gpu, nccl, unique, rank, scratch.data_ptr(), min_ctas=ctas, max_ctas=ctas, timeout=timeout)
+    return _C.Link(gpu, nccl, unique, ranks, end, scratch.data_ptr(), min_ctas=ctas, max_ctas=ctas, timeout=timeout)

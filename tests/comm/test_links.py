@@ -11,10 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pymesh3d.axis import Axis
 from pymesh3d.comm import native
+from pymesh3d.comm.agree import exchange_text
 from pymesh3d.comm.links import Expected, NcclLink
+from pymesh3d.comm.p2p import Links
 from pymesh3d.errors import DistributedError
-from pymesh3d.mesh import Axis, exchange_text
+from pymesh3d.mesh import init_mesh
 from tests import stub
 from tests.processes import ticks_while, until
 from tests.test_native import needs_compiler, needs_core
@@ -26,10 +29,11 @@ CPU = torch.device("cpu")
 COUNT, NUMBERS = 38, 5000
 LARGE = 1_000_000  # numbers; more than leave before the other end receives
 HANGS = 0.5  # seconds
+RANKS = (4, 5)  # what the two ends are called
 
 
 class End:
-    """This rank's end of a link between ranks 0 and 1, and what the library can do besides."""
+    """End 0 or 1 of a link between ranks 4 and 5, and what the library can do besides."""
 
     def __init__(self, library: str) -> None:
         self.machine = stub.Machine(library)
@@ -39,13 +43,13 @@ class End:
         self._scratch = torch.zeros(1, dtype=torch.uint8)
         self.native = self.connect()
         assert dist.group.WORLD is not None
-        line = Axis("pp", self.rank, (0, 1), dist.group.WORLD)
+        line = Axis("pp", self.rank, RANKS, dist.group.WORLD)
         sends, receives = ("activations", "gradients") if self.rank == 0 else ("gradients", "activations")
         self.link = NcclLink(self.native, line, sends=sends, receives=receives, device=CPU, stream=lambda: 0)
 
     def connect(self) -> Any:
         unique = bytes.fromhex(exchange_text(self.libraries[1].unique_id().hex(), CPU)[0])
-        return native._C.Link(*self.libraries, unique, self.rank, self._scratch.data_ptr(), timeout=20.0)
+        return native._C.Link(*self.libraries, unique, RANKS, self.rank, self._scratch.data_ptr(), timeout=20.0)
 
     def synchronize(self) -> None:
         """Wait for the stream that computes: only then are tensors on the CPU what they are for that stream."""
@@ -163,14 +167,35 @@ def killed_peer(library: str, dies: int) -> list[str] | None:
 def test_a_killed_peer_is_an_error_that_names_it(fresh_ranks: Ranks, library: str, dies: int) -> None:
     left = 1 - dies
     looked, send, receive = fresh_ranks(2, killed_peer, library, dies, timeout=60.0, expect_dead=[dies])[left]
-    ends = f"between rank {left} and its peer failed:"
+    own, lost = RANKS[left], RANKS[dies]
+    ends = f"between rank {own} and rank {lost} failed:"
     reason = "remote process exited (6): the peer has closed the connection"
     assert looked.endswith(f"what was under way {ends} {reason}")  # the link's own watch may have been quicker
     sends, receives = ("activations", "gradients") if left == 0 else ("gradients", "activations")
     for text, operation in ((send, f"send of {sends} of microbatch 6"), (receive, f"receive of {receives} of microbatch 7")):
-        assert text.startswith(f"rank {left}: {operation} over axis pp with ranks [{dies}] failed: a transfer {ends} ")
+        assert text.startswith(f"rank {own}: {operation} over axis pp with ranks [{lost}] failed: a transfer {ends} ")
         assert "One of these ranks" in text
         assert "the communicator has been aborted" in text or reason in text
+
+
+def aborted_link(library: str) -> str | None:
+    """What the last stage of three is told of its link after it has been aborted."""
+    mesh, told = init_mesh(pp=3, device="cpu"), None
+    with stub.under_links(library):
+        links = Links(mesh)
+        dist.barrier()
+        if (link := links.before) and links.after is None:
+            mesh.watched[0].abort(10.0)
+            told = text_of(lambda: link.send(torch.zeros(1), 7))
+        dist.barrier()
+        mesh.close()
+    return told
+
+
+def test_both_layers_name_the_same_ranks(ranks: Ranks, library: str) -> None:
+    *_, told = ranks(3, aborted_link, library)
+    reason = "a transfer between rank 2 and rank 1 failed: the communicator has been aborted"
+    assert told.startswith(f"rank 2: send of gradients of microbatch 7 over axis pp with ranks [1] failed: {reason}.")
 
 
 def failing_calls(library: str) -> list[str] | list[float]:
@@ -199,10 +224,10 @@ def failing_calls(library: str) -> list[str] | list[float]:
 
 def test_errors_keep_the_words_of_the_libraries(ranks: Ranks, library: str) -> None:
     texts, received = ranks(2, failing_calls, library)
-    over = "over axis pp with ranks [1] failed"
-    nccl = "a transfer between rank 0 and its peer failed: unhandled system error (2): ncclSend was told to fail."
+    over = "over axis pp with ranks [5] failed"
+    nccl = "a transfer between rank 4 and rank 5 failed: unhandled system error (2): ncclSend was told to fail."
     driver = "cuStreamWaitEvent failed: unspecified launch failure (719)"
-    assert f"rank 0: send of activations of microbatch 2 {over}" in texts[0] and nccl in texts[0]
+    assert f"rank 4: send of activations of microbatch 2 {over}" in texts[0] and nccl in texts[0]
     assert texts[1:] == [driver, driver]
     assert received == [9.0]
 
@@ -242,13 +267,13 @@ def test_other_threads_run_while_a_call_hangs(ranks: Ranks, library: str) -> Non
     assert all(count >= 5 for count in ticks.values()), ticks
 
 
-def test_wrong_rank_or_unique_id_is_refused(library: str) -> None:
+def test_wrong_end_or_unique_id_is_refused(library: str) -> None:
     gpu, nccl = native.libraries(cuda=library, nccl=library)
     unique = nccl.unique_id()
     assert (len(unique), nccl.version) == (128, 22809)
-    for rank in (-1, 2):
-        with pytest.raises(ValueError, match=f"a link has ranks 0 and 1, got {rank}"):
-            native.link(gpu, nccl, unique, rank, CPU, timeout=1.0)
+    for end in (-1, 2):
+        with pytest.raises(ValueError, match=f"a link has ends 0 and 1, got {end}"):
+            native.link(gpu, nccl, unique, RANKS, end, CPU, timeout=1.0)
     for wrong in (b"", unique[:-1], unique + b"\0"):
         with pytest.raises(ValueError, match=f"a unique id has 128 bytes, got {len(wrong)}"):
-            native.link(gpu, nccl, wrong, 0, CPU, timeout=1.0)
+            native.link(gpu, nccl, wrong, RANKS, 0, CPU, timeout=1.0)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from pymesh3d.comm import native, p2p
 from pymesh3d.comm.links import Expected, Link, NcclLink
+from pymesh3d.comm.p2p import Links
 from pymesh3d.mesh import init_mesh
 from pymesh3d.pp.run import Microbatch, run
 from pymesh3d.pp.stage import Stage
@@ -72,15 +72,8 @@ def late_steps(library: str, name: str, virtual: int, steps: int) -> tuple[int, 
     mesh = init_mesh(pp=-1, dp=1, device="cpu", timeout_s=60)
     pp, rank = mesh.pp.size, mesh.pp.rank
     chance = random.Random(100 + rank)
-    with pytest.MonkeyPatch.context() as patch:
-        machine = stub.Machine(library)
-        machine.use_context()
-        libraries = native.libraries(cuda=library, nccl=library)
-        patch.setattr(native, "libraries", lambda: libraries)
-        patch.setattr(p2p, "transport", lambda device: "nccl")
-        patch.setattr(p2p, "on_host", lambda tensor, *_: machine.synchronize(0))
-        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-        links = p2p.Links(mesh, ring=virtual > 1)
+    with stub.under_links(library) as machine:
+        links = Links(mesh, ring=virtual > 1)
         machine.delay(int(LATE * 1e6) // 4, 7 + rank)
         ends: dict[str, OnHost] = {}
         for side in ("before", "after"):

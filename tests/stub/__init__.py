@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
+import torch
+
+from pymesh3d.comm import native, p2p
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
 TLS = "-ftls-model=initial-exec"  # else ThreadSanitizer does not see that a thread's own data end with it
@@ -16,9 +22,9 @@ def build(folder: Path, *flags: str) -> str:
     """Its path in `folder`. It stays loaded to the end, because its streams are threads."""
     library = folder / "libstub.so"
     shared = ["-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread", "-Wl,-z,nodelete", TLS]
-    source = Path(__file__).with_name("nccl.cpp")
+    sources = [Path(__file__).with_name(f"{half}.cpp") for half in ("cuda", "nccl")]
     assert COMPILER is not None, "no C++ compiler: mark the test so"
-    subprocess.run([COMPILER, *shared, *flags, source, "-o", library], check=True, timeout=100)
+    subprocess.run([COMPILER, *shared, *flags, *sources, "-o", library], check=True, timeout=100)
     return str(library)
 
 
@@ -49,3 +55,17 @@ class Machine:
         address = ctypes.c_void_p()
         assert self._stub.cuGetProcAddress(name.encode(), ctypes.byref(address), 12000, ctypes.c_uint64(0)) == 0
         return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(address.value)
+
+
+@contextlib.contextmanager
+def under_links(library: str) -> Iterator[Machine]:
+    """Let the links of a mesh on the CPU run over the library, as they do over CUDA and NCCL."""
+    machine = Machine(library)
+    machine.use_context()
+    libraries = native.libraries(cuda=library, nccl=library)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "libraries", lambda: libraries)
+        patch.setattr(p2p, "_transport", lambda mesh: "nccl")
+        patch.setattr(p2p, "on_host", lambda tensor, *_: machine.synchronize(0))
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+        yield machine

@@ -1,0 +1,294 @@
+// The half that stands for libcuda.so.1, and what both share.
+#include "stub.h"
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <map>
+#include <memory>
+#include <thread>
+#include <utility>
+
+using namespace stub;
+using std::chrono::milliseconds;
+
+namespace {
+
+constexpr Status invalid_context = 201, not_found = 500, not_ready = 600, launch_failed = 719;
+
+struct Stream {
+  std::deque<std::function<void()>> work;
+  std::uint64_t enqueued = 0, done = 0;
+  bool destroyed = false;  // its thread ends after the work that is left
+};
+
+// What an event stands for: a stream, and how much of its work must be done.
+struct Position {
+  std::shared_ptr<Stream> stream;
+  std::uint64_t count = 0;
+  bool passed() const { return !stream || stream->done >= count; }
+};
+
+struct World {
+  std::map<void*, std::shared_ptr<Stream>> streams;
+  std::map<void*, Position> events;
+  std::map<void*, Position> host_memory;  // with the last write to each; what is not given back ends with the process
+  std::uintptr_t last_handle = 0x1000;
+  std::map<std::string, milliseconds> hanging;
+  std::map<std::string, int> failing;
+};
+
+World& world = *new World;  // never destroyed, as is the lock
+
+thread_local void* context = nullptr;
+
+void run_stream(const std::shared_ptr<Stream>& stream) {
+  Held held(lock);
+  for (;;) {
+    changed.wait(held, [&] { return !stream->work.empty() || stream->destroyed; });
+    if (stream->work.empty()) return;
+    const auto work = std::move(stream->work.front());
+    stream->work.pop_front();
+    held.unlock();
+    work();
+    held.lock();
+    ++stream->done;
+    changed.notify_all();
+  }
+}
+
+std::shared_ptr<Stream> start_stream(void* handle) {
+  const auto stream = world.streams[handle] = std::make_shared<Stream>();
+  std::thread(run_stream, stream).detach();
+  return stream;
+}
+
+std::shared_ptr<Stream> find_stream(void* handle) {
+  const auto found = world.streams.find(handle);
+  if (found != world.streams.end()) return found->second;
+  if (handle) die("a stream that does not exist, or no longer");
+  return start_stream(nullptr);  // the default one
+}
+
+Position& find_event(void* handle) {
+  const auto found = world.events.find(handle);
+  if (found == world.events.end()) die("an event that does not exist, or no longer");
+  return found->second;
+}
+
+Position& find_host_memory(void* memory) {
+  const auto found = world.host_memory.find(memory);
+  if (found == world.host_memory.end()) die("host memory that does not exist, or no longer");
+  return found->second;
+}
+
+}  // namespace
+
+// What both share.
+
+namespace stub {
+
+std::mutex& lock = *new std::mutex;
+std::condition_variable& changed = *new std::condition_variable;
+
+void die(const std::string& text) {
+  std::fprintf(stderr, "called wrongly: %s\n", text.c_str());
+  std::abort();
+}
+
+bool told_to_fail(const std::string& function) {
+  Held held(lock);
+  if (const auto hanging = world.hanging.extract(function)) {
+    held.unlock();
+    std::this_thread::sleep_for(hanging.mapped());
+    held.lock();
+  }
+  if (world.failing[function] == 0) return false;
+  --world.failing[function];
+  remember(function + " was told to fail");
+  return true;
+}
+
+void* new_handle() { return reinterpret_cast<void*>(++world.last_handle); }
+
+bool has_context() { return context; }
+
+void enqueue(void* handle, std::function<void()> work) {
+  const Held held(lock);
+  const auto stream = find_stream(handle);
+  stream->work.push_back(std::move(work));
+  ++stream->enqueued;
+  changed.notify_all();
+}
+
+std::size_t streams_and_events() { return world.streams.size() - world.streams.count(nullptr) + world.events.size(); }
+
+}  // namespace stub
+
+// The driver.
+
+namespace {
+
+Position now_on(void* stream) {
+  const auto found = find_stream(stream);
+  return {found, found->enqueued};
+}
+
+void wait_for(Held& held, const Position& position) {
+  changed.wait(held, [&] { return position.passed(); });
+}
+
+Status error_string(Status status, const char** text) {
+  *text = status == launch_failed ? "unspecified launch failure" : status == invalid_context ? "invalid device context" : nullptr;
+  return success;
+}
+
+Status get_context(void** current) { return *current = context, success; }
+
+Status set_context(void* current) { return context = current, success; }
+
+Status priority_range(int* least, int* greatest) { return *least = 0, *greatest = -5, success; }
+
+Status stream_create(void** stream, unsigned, int priority) {
+  if (told_to_fail("cuStreamCreateWithPriority")) return launch_failed;
+  if (!context) return invalid_context;
+  if (priority != -5) die("a stream that is not of the highest priority");
+  const Held held(lock);
+  start_stream(*stream = new_handle());
+  return success;
+}
+
+Status stream_destroy(void* stream) {
+  const Held held(lock);
+  find_stream(stream)->destroyed = true;
+  world.streams.erase(stream);
+  changed.notify_all();
+  return success;
+}
+
+Status stream_wait_event(void* stream, void* event, unsigned) {
+  if (told_to_fail("cuStreamWaitEvent")) return launch_failed;
+  Held held(lock);
+  const Position position = find_event(event);
+  held.unlock();
+  enqueue(stream, [position] {
+    Held held(lock);
+    wait_for(held, position);
+  });
+  return success;
+}
+
+Status stream_synchronize(void* stream) {
+  Held held(lock);
+  wait_for(held, now_on(stream));
+  return success;
+}
+
+Status launch_host_function(void* stream, void (*function)(void*), void* argument) {
+  enqueue(stream, [=] { function(argument); });
+  return success;
+}
+
+Status event_create(void** event, unsigned) {
+  if (told_to_fail("cuEventCreate")) return launch_failed;
+  if (!context) return invalid_context;
+  const Held held(lock);
+  world.events[*event = new_handle()] = {};
+  return success;
+}
+
+Status event_destroy(void* event) {
+  const Held held(lock);
+  find_event(event);
+  world.events.erase(event);
+  return success;
+}
+
+Status event_record(void* event, void* stream) {
+  if (told_to_fail("cuEventRecord")) return launch_failed;
+  const Held held(lock);
+  find_event(event) = now_on(stream);
+  return success;
+}
+
+Status event_query(void* event) {
+  if (told_to_fail("cuEventQuery")) return launch_failed;
+  const Held held(lock);
+  return find_event(event).passed() ? success : not_ready;
+}
+
+Status host_alloc(void** memory, std::size_t bytes, unsigned) {
+  const Held held(lock);
+  world.host_memory[*memory = std::malloc(bytes)] = {};
+  return success;
+}
+
+Status host_free(void* memory) {
+  Held held(lock);
+  wait_for(held, Position(find_host_memory(memory)));
+  world.host_memory.erase(memory);
+  std::free(memory);
+  return success;
+}
+
+Status stream_write(void* stream, std::uint64_t address, std::uint64_t value, unsigned) {
+  if (told_to_fail("cuStreamWriteValue64")) return launch_failed;
+  auto* const memory = reinterpret_cast<std::atomic<std::uint64_t>*>(address);
+  enqueue(stream, [=] { *memory = value; });
+  const Held held(lock);
+  find_host_memory(memory) = now_on(stream);
+  return success;
+}
+
+}  // namespace
+
+extern "C" {
+
+// What tests ask for, in this process: that the next call of a function hangs, that the next few of it fail; and how many pieces of host
+// memory there are.
+void stub_hang(const char* function, int how_long) {
+  const Held held(lock);
+  world.hanging[function] = milliseconds(how_long);
+}
+
+void stub_fail(const char* function, int times) {
+  const Held held(lock);
+  world.failing[function] = times;
+}
+
+int stub_host_memory() {
+  const Held held(lock);
+  return static_cast<int>(world.host_memory.size());
+}
+
+Status cuDriverGetVersion(int* version) { return *version = 12080, success; }
+
+Status cuGetProcAddress(const char* name, void** function, int version, std::uint64_t) {
+  const auto address = [](auto* function) { return reinterpret_cast<void*>(function); };
+  static const std::map<std::string, void*> functions{
+      {"cuGetErrorString", address(error_string)},
+      {"cuCtxGetCurrent", address(get_context)},
+      {"cuCtxSetCurrent", address(set_context)},
+      {"cuCtxGetStreamPriorityRange", address(priority_range)},
+      {"cuStreamCreateWithPriority", address(stream_create)},
+      {"cuStreamDestroy", address(stream_destroy)},
+      {"cuStreamWaitEvent", address(stream_wait_event)},
+      {"cuStreamSynchronize", address(stream_synchronize)},
+      {"cuLaunchHostFunc", address(launch_host_function)},
+      {"cuMemHostAlloc", address(host_alloc)},
+      {"cuMemFreeHost", address(host_free)},
+      {"cuStreamWriteValue64", address(stream_write)},
+      {"cuEventCreate", address(event_create)},
+      {"cuEventDestroy", address(event_destroy)},
+      {"cuEventRecord", address(event_record)},
+      {"cuEventQuery", address(event_query)},
+  };
+  const auto found = functions.find(name);
+  *function = found == functions.end() || version < 12000 ? nullptr : found->second;  // some were others before
+  return *function ? success : not_found;
+}
+
+}  // extern "C"
