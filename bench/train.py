@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from . import report
 
 STEPS = 100
+LIMIT = 600.0  # seconds that one run may take
 COLUMNS = {
     "tp": ("tp", ""),
     "pp": ("pp", ""),
@@ -52,33 +53,44 @@ def layouts(world: int) -> list[dict[str, int]]:
 
 
 def run(layout: dict[str, int], options: list[str]) -> list[dict[str, float]]:
-    """The lines that one training run logs."""
+    """The lines that one training run logs. Raises RuntimeError for a run that fails or takes too long."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.jsonl"
         axes = [f"--{axis}={size}" for axis, size in layout.items()]
         command = [sys.executable, "-m", "pymesh3d", "train", *axes, *options, f"--log-json={log}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"{' '.join(command)} took more than {LIMIT:g} s") from error
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
         return [json.loads(line) for line in log.read_text().splitlines()]
 
 
 def compare(
-    layout: dict[str, int], lines: list[dict[str, float]], reference: list[dict[str, float]], bounds: tuple[float, float]
+    layout: dict[str, int], lines: list[dict[str, float]], reference: list[dict[str, float]] | None, bounds: tuple[float, float]
 ) -> report.Row:
-    """One row: speed and memory of a run, and its losses against the reference's. Raises RuntimeError for a loss that is not finite."""
+    """One row: speed and memory of a run, and its losses against the reference's, where there is one.
+
+    Raises RuntimeError for a loss that is not finite.
+    """
     for line in lines:
         if line["loss"] is None or not math.isfinite(line["loss"]):  # a log says null, and nan would be within any bounds
             raise RuntimeError(f"{_name(layout)}: the loss of step {line['step']} is not finite, so there is nothing to compare")
     steady = lines[len(lines) // 2 :]
-    differences = [abs(line["loss"] - other["loss"]) for line, other in zip(lines, reference, strict=True)]
-    return {
+    row: report.Row = {
         **layout,
         "tokens_per_s": statistics.median(line["tps"] for line in steady),
         "mfu": statistics.median(line["mfu"] for line in steady) if steady[0]["mfu"] else None,
         "memory_gib": max(line["memory_gib"] for line in lines),
         "loss_first": lines[0]["loss"],
         "loss_last": lines[-1]["loss"],
+    }
+    if reference is None:
+        return row
+    differences = [abs(line["loss"] - other["loss"]) for line, other in zip(lines, reference, strict=True)]
+    return {
+        **row,
         "largest_difference": max(differences),
         "mean_difference": statistics.fmean(differences),
         "within_bounds": max(differences) <= bounds[0] and statistics.fmean(differences) <= bounds[1],
@@ -90,14 +102,18 @@ def _name(layout: dict[str, int]) -> str:
 
 
 def main(json_file: str | None = None, *, model: str = "tiny", steps: int = STEPS, options: tuple[str, ...] = ()) -> int:
-    """Run all layouts, print the table, and write it with every loss to `json_file`. 1 if a row is outside its bounds, else 0."""
+    """Run all layouts, print the table, and write it with every loss to `json_file`. 1 if a row is outside its bounds, else 0.
+
+    A layout that fails is named, and the others go on; then the status is 1 too.
+    """
     on_gpu = torch.cuda.is_available()
     dtype = "bfloat16" if on_gpu else "float32"
     world = torch.cuda.device_count() if on_gpu else 4
     common = [f"--model={model}", f"--steps={steps}", f"--dtype={dtype}", f"--device={'cuda' if on_gpu else 'cpu'}", *options]
     rows: list[report.Row] = []
     curves: dict[str, list[float]] = {}
-    reference: list[dict[str, float]] = []
+    failed: list[str] = []
+    reference: list[dict[str, float]] | None = None
     todo = layouts(world)
     columns = (TextColumn("training {task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("layouts"), TimeElapsedColumn())
     console = Console(highlight=False)
@@ -105,16 +121,23 @@ def main(json_file: str | None = None, *, model: str = "tiny", steps: int = STEP
         task = bar.add_task("", total=len(todo))
         for layout in todo:
             bar.update(task, description=_name(layout))
-            lines = run(layout, common)
-            reference = reference or lines
-            rows.append(compare(layout, lines, reference, BOUNDS[dtype]))
-            curves["x".join(map(str, layout.values()))] = [line["loss"] for line in lines]
-            console.print(f"{_name(layout)}: loss from {lines[0]['loss']:.4f} to {lines[-1]['loss']:.4f}")
+            try:
+                lines = run(layout, common)
+                rows.append(compare(layout, lines, lines if layout == todo[0] else reference, BOUNDS[dtype]))
+            except RuntimeError as error:
+                failed.append(_name(layout))
+                console.print(f"{failed[-1]} failed: {error}", markup=False, soft_wrap=True)
+            else:
+                reference = lines if layout == todo[0] else reference
+                curves["x".join(map(str, layout.values()))] = [line["loss"] for line in lines]
+                console.print(f"{_name(layout)}: loss from {lines[0]['loss']:.4f} to {lines[-1]['loss']:.4f}")
+            if json_file:  # each time, so that a run that is interrupted leaves what it measured
+                report.write("train", rows, Path(json_file), options=common, bounds=BOUNDS[dtype], losses=curves, failed=failed)
             bar.advance(task)
     console.print(report.table(rows, COLUMNS, f"{model}, {dtype}, {steps} steps; each layout against one process"))
-    if json_file:
-        report.write("train", rows, Path(json_file), options=common, bounds=BOUNDS[dtype], losses=curves)
-    return 0 if all(row["within_bounds"] for row in rows) else 1
+    if failed:
+        print(f"failed: {'; '.join(failed)}", file=sys.stderr)
+    return 0 if not failed and all(row["within_bounds"] for row in rows) else 1
 
 
 if __name__ == "__main__":

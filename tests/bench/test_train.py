@@ -44,6 +44,8 @@ def test_a_row_is_of_the_steady_half_and_the_worst_step() -> None:
     assert not train.compare(layout, shifted, LINES, (0.5, 0.09))["within_bounds"]
     with pytest.raises(ValueError, match="longer"):
         train.compare(layout, LINES[:4], LINES, (1.0, 1.0))
+    alone = train.compare(layout, LINES, None, (0.0, 0.0))
+    assert alone["tokens_per_s"] == 400.0 and not {"largest_difference", "mean_difference", "within_bounds"} & alone.keys()
 
 
 @pytest.mark.parametrize("loss", [None, math.nan, math.inf])
@@ -65,6 +67,9 @@ def test_one_run_is_the_main_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line["step"] for line in lines] == [1, 2] and [line["tokens"] for line in lines] == [32, 32]
     with pytest.raises(RuntimeError, match="ended with 2:\n\npymesh3d: --steps 0: steps must be a positive integer"):
         train.run({"tp": 1, "pp": 1, "dp": 1}, [*small, "--steps=0"])
+    monkeypatch.setattr(train, "LIMIT", 0.1)
+    with pytest.raises(RuntimeError, match=r"-m pymesh3d train --tp=1 .* took more than 0\.1 s$"):
+        train.run({"tp": 1, "pp": 1, "dp": 1}, small)
 
 
 def test_all_layouts_are_compared_with_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -91,3 +96,45 @@ def test_all_layouts_are_compared_with_one_process(tmp_path: Path, monkeypatch: 
     assert lines[-1].split() == ["4", "1", "1", "400", "2.00", "4.0000", "0.0000", "1.5e-05", "1.5e-05", "yes"]
     monkeypatch.setitem(train.BOUNDS, "float32", (1e-4, 1e-6))
     assert train.main(steps=5) == 1
+
+
+@pytest.mark.parametrize("failing", [(1, 1, 1), (1, 2, 1)])
+def test_a_layout_that_fails_is_named_and_the_others_go_on(
+    failing: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether it ends with an error or learns nothing; without one process to compare with, speed is all that rows tell."""
+
+    def run(layout: dict[str, int], _: list[str]) -> list[dict[str, Any]]:
+        if tuple(layout.values()) == failing:
+            raise RuntimeError("ended with 1:\n[rank 0] out of memory")
+        return [{**line, "loss": math.nan if layout["dp"] == 4 else line["loss"]} for line in LINES]
+
+    monkeypatch.setattr(train, "run", run)
+    monkeypatch.setattr(train.torch.cuda, "is_available", lambda: False)
+    file = tmp_path / "train.json"
+    assert train.main(str(file), steps=5) == 1
+    said, errors = capsys.readouterr()
+    name = " x ".join(f"{axis} {size}" for axis, size in zip(("tp", "pp", "dp"), failing, strict=True))
+    assert f"{name} failed: ended with 1:\n[rank 0] out of memory\n" in said
+    assert "tp 1 x pp 1 x dp 4 failed: tp 1 x pp 1 x dp 4: the loss of step 1 is not finite" in said
+    assert set(errors.removeprefix("failed: ").rstrip().split("; ")) == {name, "tp 1 x pp 1 x dp 4"}
+    record = json.loads(file.read_text())
+    good = [sizes for layout in train.layouts(4) if (sizes := tuple(layout.values())) not in (failing, (1, 1, 4))]
+    assert [(row["tp"], row["pp"], row["dp"]) for row in record["rows"]] == good and len(record["losses"]) == len(good) == 8
+    assert set(record["failed"]) == {name, "tp 1 x pp 1 x dp 4"}
+    assert [row.get("within_bounds") for row in record["rows"]] == [None if failing == (1, 1, 1) else True] * 8
+    assert "4 1 1 400 2.00 4.0000 0.0000" in " ".join(said.split())
+
+
+def test_an_interrupted_run_leaves_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(layout: dict[str, int], _: list[str]) -> list[dict[str, Any]]:
+        if layout["tp"] == 2:
+            raise KeyboardInterrupt
+        return LINES
+
+    monkeypatch.setattr(train, "run", run)
+    monkeypatch.setattr(train.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(KeyboardInterrupt):
+        train.main(str(tmp_path / "train.json"), steps=5)
+    record = json.loads((tmp_path / "train.json").read_text())
+    assert list(record["losses"]) == ["1x1x1", "1x1x2", "1x2x1"] and len(record["rows"]) == 3
