@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -32,6 +33,7 @@ from ..planner.model import flops_per_token
 from . import report
 
 WARM, TIMED = 4, 8
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # what `launch` returns where it was told to end
 SEQUENCES = 8  # in a step, for each rank of the mesh
 LENGTH = {"cuda": 4096, "cpu": 32}
 KINDS = {  # of kernels, by what their names contain; the first that fits counts
@@ -158,28 +160,36 @@ def union(intervals: Iterable[tuple[float, float]]) -> float:
 def main(json_file: str | None = None, *, model: str = "", only: str = "") -> int:
     """Measures the layouts of all GPUs here (or of 2 processes on the CPU, with a tiny model); prints the table and writes `json_file`.
 
-    `only`: the cases whose names contain it. A case that fails is named, and the others go on; then the status is 1.
+    `only`: the cases whose names contain it. A case that fails is named, and the others go on; then the status is 1. Ctrl-C ends it, with
+    status 130, and what was measured until then is shown and written.
     """
     on_gpu = torch.cuda.is_available()
     model = model or ("1b" if on_gpu else "tiny")
     world = torch.cuda.device_count() if on_gpu else 2
     rows: list[report.Row] = []
     failed: list[str] = []
+    status = 0
     for case in cases(world, ModelConfig.load(model), LENGTH["cuda" if on_gpu else "cpu"]):
         if only not in name(case):
             continue
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "row.json"
             status = launch(["-m", "pymesh3d.bench.model", "--model", model, "--case", json.dumps(case), "--json", str(file)], world)
+            if status in STOPPED:
+                break
             if status:
                 failed.append(name(case))
-            else:
-                rows.append(json.loads(file.read_text()))
-                print(f"{name(case)}: {rows[-1]['step_ms']:,.1f} ms a step", flush=True)
+                continue
+            rows.append(json.loads(file.read_text()))
+            print(f"{name(case)}: {rows[-1]['step_ms']:,.1f} ms a step", flush=True)
+            if json_file:  # each time, so that whatever ends this leaves what it measured
+                report.write("model", rows, Path(json_file))
     title = f"Training {model} on {world} {'GPUs' if on_gpu else 'processes'}; shares of a step on rank 0"
     report.publish("model", rows, COLUMNS, title, json_file)
     if failed:
         print(f"failed: {'; '.join(failed)}", file=sys.stderr)
+    if status in STOPPED:
+        return status
     return 1 if failed else 0
 
 

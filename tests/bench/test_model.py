@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -62,3 +64,43 @@ def test_a_run_on_cpu_says_how_fast_each_case_is(
     assert row["tokens_per_s"] == pytest.approx(16 * 32 / 2 / row["step_ms"] * 1e3)
     assert row["slowest_step_ms"] >= row["step_ms"] > 0
     assert "failed: tp 3" in capsys.readouterr().err
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, statuses: list[int], file: Path) -> list[str]:
+    """Runs of four cases end with these statuses; those that succeed leave a row. The cases that were begun, and how many rows `file` has
+    by then."""
+    begun = []
+
+    def launch(argv: Sequence[str], _: int) -> int:
+        options = dict(zip(argv[2::2], argv[3::2], strict=True))
+        rows = len(json.loads(file.read_text())["rows"]) if file.exists() else 0
+        begun.append(f"{model.name(json.loads(options['--case']))} after {rows}")
+        Path(options["--json"]).write_text(json.dumps({"case": "some", "step_ms": 2.0}))
+        return statuses[len(begun) - 1]
+
+    monkeypatch.setattr(model, "launch", launch)
+    monkeypatch.setattr(model.torch.cuda, "is_available", lambda: False)
+    return begun
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_cases_and_leaves_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    file = tmp_path / "model.json"
+    begun = stand_in(monkeypatch, [0, 128 + number], file)
+    assert model.main(str(file)) == 128 + number
+    assert begun == ["dp 2 after 0", "dp 2, compiled after 1"]
+    assert len(json.loads(file.read_text())["rows"]) == 1
+    assert "Training tiny on 2 processes" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_rank_that_the_system_ends_is_a_case_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where memory runs out: the other cases may fit."""
+    statuses = [128 + signal.SIGKILL, 128 + signal.SIGSEGV, 1, *[0] * 20]
+    begun = stand_in(monkeypatch, statuses, tmp_path / "model.json")
+    assert model.main(str(tmp_path / "model.json")) == 1
+    assert len(begun) == 8 and len(json.loads((tmp_path / "model.json").read_text())["rows"]) == 5
+    assert capsys.readouterr().err == "failed: dp 2; dp 2, compiled; pp 2\n"
