@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from ..mesh import Axis
+from ..axis import Axis
 from ..tp.loss import vocab_parallel_cross_entropy
 from . import report
 from .timing import compiled, medians_in_turns

@@ -16,12 +16,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from ..axis import Axis
 from ..comm import native
-from ..comm.collectives import gather_rows
+from ..comm.agree import exchange_numbers
 from ..comm.links import Expected, Link
 from ..comm.p2p import open_links
 from ..launch import launch
-from ..mesh import Axis, Mesh, init_mesh
+from ..mesh import Mesh, init_mesh
 from . import report
 
 ROUNDS = 12
@@ -91,7 +92,7 @@ def timed(run: Callable[[], None], mesh: Mesh, iterations: int) -> tuple[float, 
         end.record()
         end.synchronize()
         device = begin.elapsed_time(end) / iterations * 1e3
-    both = gather_rows(torch.tensor([device, host], dtype=torch.float64, device=mesh.device), mesh.all).amax(0).tolist()
+    both = exchange_numbers(torch.tensor([device, host], dtype=torch.float64), mesh, "comparing times").amax(0).tolist()
     return both[0], both[1]
 
 

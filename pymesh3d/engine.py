@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import resource
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from pymesh3d.comm.agree import exchange_text
 from pymesh3d.comm.collectives import all_reduce_, gather_rows
 from pymesh3d.comm.links import Expected
 from pymesh3d.comm.p2p import Links
@@ -19,7 +22,7 @@ from pymesh3d.config import ModelConfig, TrainConfig, validate
 from pymesh3d.dp.zero import Zero
 from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.initial import materialize
-from pymesh3d.mesh import Mesh, exchange_text, require_equal
+from pymesh3d.mesh import Mesh
 from pymesh3d.models.dropout import Masks
 from pymesh3d.models.llama import Llama, initialize_, plan
 from pymesh3d.ops.dropout import mask_counter
@@ -27,6 +30,7 @@ from pymesh3d.placement import Placement, place, placement_of
 from pymesh3d.planner.model import layer_parameters
 from pymesh3d.pp.run import Microbatch, run
 from pymesh3d.pp.stage import Stage, keep_layers
+from pymesh3d.rendezvous import require_equal
 from pymesh3d.schedule.actions import Action
 from pymesh3d.schedule.partition import partition
 from pymesh3d.schedule.schedules import build
@@ -60,7 +64,7 @@ def parallelize(model: Llama, mesh: Mesh, config: TrainConfig | None = None, *, 
         raise ConfigError(f"optimizer={optimizer!r}", "it must make an optimizer from parameter groups", "Use torch.optim.AdamW, or None")
     held = held_layers(model.config, mesh.pp.size, config.virtual_pp)
     _require_trained(model, held)
-    require_equal(exchange_text(f"{model.config} {config}", mesh.device), "configuration")
+    require_equal(exchange_text(f"{model.config} {config}", mesh), "configuration")
     adamw = functools.partial(torch.optim.AdamW, lr=config.lr, betas=config.betas, eps=config.eps, fused=mesh.device.type == "cuda")
     on_meta = any(parameter.is_meta for parameter in model.parameters())
 
@@ -136,13 +140,17 @@ class StepResult:
 
 
 class Engine:
-    """A model on a mesh. `train_step` takes one optimizer step; `forward_backward` and `optimizer_step` are its two halves."""
+    """A model on a mesh. `train_step` takes one optimizer step; `forward_backward` and `optimizer_step` are its two halves.
+
+    `memory_gib` is what the fullest rank had in use at most, up to the end of the last backward.
+    """
 
     def __init__(self, model: Llama, mesh: Mesh, config: TrainConfig, zero: Zero) -> None:
         self.model, self.mesh, self.config, self.zero = model, mesh, config, zero
         self.links = Links(mesh, ring=config.virtual_pp > 1)
         self._schedules: dict[tuple[str, int, bool], list[tuple[Action, ...]]] = {}
         self._divisor = torch.ones((), dtype=torch.int64, device=mesh.device)
+        self.memory_gib = 0.0
         self._calls = 0  # of forward_backward since the last optimizer step
         held = held_layers(model.config, mesh.pp.size, config.virtual_pp)[mesh.pp.rank]
         last = mesh.pp.size * config.virtual_pp - 1
@@ -293,10 +301,11 @@ class Engine:
         mesh = self.mesh
         tokens = sum(microbatch.ids.numel() for microbatch in microbatches) if mesh.pp.rank == 0 else 0
         samples = torch.full_like(loss, sum(len(microbatch.ids) for microbatch in microbatches))
-        mine = torch.stack((loss, torch.full_like(loss, tokens), _fingerprint(microbatches), samples))
+        memory = torch.full_like(loss, _peak_memory_gib(mesh.device))
+        mine = torch.stack((loss, torch.full_like(loss, tokens), _fingerprint(microbatches), samples, memory))
         if mesh.tp.rank:
             mine[:2] = 0
-        rows = on_host(gather_rows(mine, mesh.all), "loss", mesh).tolist()
+        rows = on_host(gather_rows(mine, mesh.all), "loss", mesh.all).tolist()
         for first in range(mesh.dp.size):
             ranks = mesh.ranks[:, first].flatten().tolist()
             others = [rank for rank in ranks if rows[rank][2] != rows[ranks[0]][2]]
@@ -311,7 +320,15 @@ class Engine:
                 f"samples of each dp coordinate: {sizes}. With dropout, whose masks belong to places in the global batch, they must be "
                 "equal. Give every dp rank as many samples"
             )
+        self.memory_gib = max(row[4] for row in rows)
         return sum(row[0] for row in rows), int(sum(row[1] for row in rows))
+
+
+def _peak_memory_gib(device: torch.device) -> float:
+    """The most that this process has had in use: of the GPU, or of the host where there is none."""
+    if device.type == "cuda":  # torch.cuda.max_memory_allocated takes longer: it first sorts a hundred other statistics
+        return float(torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"]) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
 def _fingerprint(microbatches: Sequence[Microbatch]) -> torch.Tensor:

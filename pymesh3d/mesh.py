@@ -5,15 +5,12 @@ Ranks are numbered with tp innermost, so tp groups are neighbours and stay insid
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
-import itertools
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,101 +18,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pymesh3d import __version__
+from pymesh3d.axis import ABORT, Axis, Watched, named
 from pymesh3d.config import AXES, Layout, require_timeout
-from pymesh3d.errors import ConfigError, DistributedError
-from pymesh3d.rendezvous import join, number_from_environment, world_size
+from pymesh3d.errors import ConfigError
+from pymesh3d.rendezvous import introduce, join, number_from_environment, require_equal, world_size
 from pymesh3d.topology import Topology, host_name, nvidia_links, physical_device
 
-_axes: weakref.WeakValueDictionary[str, Axis] = weakref.WeakValueDictionary()
-_axis_numbers = itertools.count()
-
 Kept = TypeVar("Kept")
-
-ABORT = 2.0  # seconds that a transport has to give up
-TEXT_MARK = 0x7465_7874  # upper half of the lengths that `exchange_text` sends, so that nothing else is taken for one
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Axis:
-    """One rank's view of one mesh axis: its coordinate, the axis' size, and the ranks it talks to along it.
-
-    `key`: a text that stands for it where only texts may stand, as in operators; `Axis.by_key` finds it.
-    """
-
-    name: str
-    rank: int
-    ranks: tuple[int, ...]
-    group: dist.ProcessGroup
-    key: str = dataclasses.field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "key", f"{self.name} {next(_axis_numbers)}")
-        _axes[self.key] = self
-
-    @staticmethod
-    def by_key(key: str) -> Axis:
-        """The axis whose `key` this is."""
-        return _axes[key]
-
-    @property
-    def size(self) -> int:
-        """Number of ranks along the axis."""
-        return len(self.ranks)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "group":  # `Mesh.close` takes it away
-            raise ConfigError(f"axis {self.name} of a closed mesh", "its ranks no longer talk to each other", "Call mesh.close() last")
-        raise AttributeError(name)
-
-    def __deepcopy__(self, memo: object) -> Axis:
-        """Itself: what is copied talks to the same ranks, and a process group cannot be copied."""
-        return self
-
-    @staticmethod
-    def of(name: str, line: DeviceMesh) -> Axis:
-        """The axis that a one-dimensional DeviceMesh stands for."""
-        return Axis(name, line.get_local_rank(), tuple(dist.get_process_group_ranks(line.get_group())), line.get_group())
-
-
-class named:
-    """`with named(operation, axis)`: what torch.distributed raises inside becomes a DistributedError that says who waited for whom, and
-    how long."""
-
-    def __init__(self, operation: str, axis: Axis) -> None:
-        self._operation, self._axis = operation, axis
-
-    def __enter__(self) -> None:
-        self._began = time.monotonic()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, RuntimeError):
-            raise_named(error, self._operation, self._axis, time.monotonic() - self._began)
-
-
-def raise_named(error: Exception, operation: str, axis: Axis, seconds: float | None = None) -> NoReturn:
-    """Raise a DistributedError that says who waited for whom, and how long, or `error` itself where no peer is to blame."""
-    if isinstance(error, DistributedError | torch.OutOfMemoryError | torch.AcceleratorError):
-        raise error
-    peers = [rank for rank in axis.ranks if rank != axis.ranks[axis.rank]]
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    after = "" if seconds is None else f" after {seconds:.1f} s"
-    raise DistributedError(
-        f"rank {axis.ranks[axis.rank]}: {operation} over axis {axis.name} with ranks {peers} failed{after}: "
-        f"{reason}. One of these ranks has probably stopped; its own output says why"
-    ) from error
-
-
-class Watched(Protocol):
-    """A transport under the mesh: it can be asked how it is, told to give up, and is closed with the mesh."""
-
-    def check(self) -> None:
-        """Raise RuntimeError with what has gone wrong."""
-
-    def abort(self, seconds: float) -> bool:
-        """End every wait. Whether that was done within so many seconds."""
-
-    def close(self) -> None:
-        """End it, once all that was started has ended."""
 
 
 class _ProcessGroups:
@@ -168,14 +77,16 @@ class Mesh:
         self.layout = layout
         self.device = device
         self.topology = topology
-        self.rank = dist.get_rank()
         self.ranks = np.arange(layout.world).reshape(layout.sizes)
         self.timeout = timeout
         self._lines = groups.axes
         self.watched: list[Watched] = [groups]  # links before it: to end the groups may take that nothing else hangs on the GPU
         self._kept: dict[Hashable, Any] = {}
         self.failed = ""  # what ended a step between stages, if one has: what is under way on the links belongs to it
-        self.all = _everyone()
+        assert dist.group.WORLD is not None, "ranks meet before they talk"
+        self.rank = dist.get_rank()
+        self.all = self._axis("all", range(layout.world), dist.group.WORLD)
+        self._connect(self.all)
         # Our own groups under the DeviceMesh: those that it makes itself wait 30 minutes, whatever the limit of the process group.
         axes = [self.new_lines(name, self.along(name).tolist())[0] for name in AXES]
         self.pp, self.dp, self.cp, self.tp = axes
@@ -233,13 +144,19 @@ class Mesh:
             with named(f"connecting the {name} groups", self.all):
                 group = dist.new_group(list(ranks), timeout=self.timeout)
             if self.rank in ranks:
-                mine.append(Axis(name, list(ranks).index(self.rank), tuple(ranks), group))
+                mine.append(self._axis(name, ranks, group))
         self._lines += mine
         for axis in mine:
-            if self.device.type == "cuda" and axis.size > 1:
-                with named(f"connecting the {name} group", axis):
-                    dist.all_reduce(torch.zeros(1, device=self.device), group=axis.group)
+            self._connect(axis)
         return mine
+
+    def _axis(self, name: str, ranks: Sequence[int], group: dist.ProcessGroup) -> Axis:
+        return Axis(name, ranks.index(self.rank), tuple(ranks), group, self.watched, self.timeout)
+
+    def _connect(self, axis: Axis) -> None:
+        if self.device.type == "cuda" and axis.size > 1:
+            with named(f"connecting the {axis.name} group", axis):
+                dist.all_reduce(torch.zeros(1, device=self.device), group=axis.group)
 
     def links(self) -> dict[str, str]:
         """The slowest link that each axis crosses, over all its groups."""
@@ -305,7 +222,7 @@ def init_mesh(*, tp: int = 1, pp: int = 1, dp: int = -1, cp: int = 1, device: st
     groups = _ProcessGroups([], everything=owns, on_gpu=where.type == "cuda")
     try:
         version = f"pymesh3d {__version__}, torch {torch.__version__.split('+')[0]}"
-        texts = exchange_text(f"{version}|{host_name()}|{physical_device(where.index or 0)}", where)
+        texts = introduce(f"{version}|{host_name()}|{physical_device(where.index or 0)}", timeout_s)
         versions, hosts, devices = zip(*(text.split("|") for text in texts), strict=True)
         require_equal(versions, "version")
         links = nvidia_links() if where.type == "cuda" and world > 1 else {}
@@ -350,38 +267,3 @@ def _device(kind: str | None) -> torch.device:
         )
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
-
-
-def exchange_text(text: str, device: torch.device, operation: str = "comparing what each rank has") -> list[str]:
-    """The text of every rank, in rank order. All ranks must call; raises DistributedError when one does something else meanwhile."""
-    data = text.encode()
-    lengths = [divmod(int(length), 2**32) for length in _of_everyone(torch.tensor([TEXT_MARK << 32 | len(data)], device=device), operation)]
-    elsewhere = [rank for rank, (mark, _) in enumerate(lengths) if mark != TEXT_MARK]
-    if elsewhere:
-        raise DistributedError(f"rank {dist.get_rank()}: ranks {elsewhere} are doing something else. All ranks must take part")
-    longest = max(length for _, length in lengths)
-    mine = torch.frombuffer(bytearray(data.ljust(longest + 1, b"\0")), dtype=torch.uint8).to(device)
-    return [row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in _of_everyone(mine, operation)]
-
-
-def _of_everyone(x: torch.Tensor, operation: str) -> list[torch.Tensor]:
-    out = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    with named(operation, _everyone()):
-        dist.all_gather(out, x)
-        return [part.cpu() for part in out]  # on CUDA the host waits here
-
-
-def _everyone() -> Axis:
-    group = dist.group.WORLD
-    assert group is not None, "ranks meet before they talk"
-    return Axis("all", dist.get_rank(), tuple(range(dist.get_world_size())), group)
-
-
-def require_equal(texts: Sequence[str], what: str) -> None:
-    """Raise DistributedError naming the ranks whose text differs from the most common one."""
-    common = max(dict.fromkeys(texts), key=texts.count)  # of a tie the first, so that all ranks say the same
-    others = [f"rank {rank} has {text!r}" for rank, text in enumerate(texts) if text != common]
-    if others:
-        raise DistributedError(
-            f"all ranks must have the same {what}, {common!r}, but {'; '.join(others[:8])}. Install and start the same everywhere"
-        )

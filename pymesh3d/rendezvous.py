@@ -1,4 +1,4 @@
-"""Where the ranks of a run meet: what torchrun's variables say, the store they share, and who has not come."""
+"""Where the ranks of a run meet: what torchrun's variables say, the store they share, who has not come, and who is another."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import functools
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -45,13 +46,46 @@ def join(device: torch.device, timeout_s: float) -> None:
         given = f"MASTER_ADDR={host!r}, MASTER_PORT={port}, WORLD_SIZE={world}"
         raise ConfigError(given, "ranks must know where they meet", "Start the program with torchrun")
     try:
-        store = dist.HashStore() if world == 1 else _meet(_store(host, port, timeout, serve=rank == 0 and not _agent_serves()), rank, world)
+        if world == 1:
+            store: dist.Store = dist.HashStore()
+        else:
+            store = _meet(_store(host, port, timeout, serve=rank == 0 and not _agent_serves()), rank, world, timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise DistributedError(
             f"rank {rank} of {world} could not meet the others at {host}:{port} within {timeout_s:g} s: {error}. "
             "If the port is in use, give another MASTER_PORT; if ranks are missing, look at their own output"
         ) from error
+
+
+def introduce(text: str, timeout_s: float) -> list[str]:
+    """What every rank says of itself, in rank order. All ranks must call, and meet in the store: nobody waits for a GPU.
+
+    Raises DistributedError naming the ranks that have not come within the time limit.
+    """
+    assert dist.group.WORLD is not None, "ranks join before they introduce themselves"
+    rank, world = dist.get_rank(), dist.get_world_size()
+    try:
+        meeting = _meet(dist.group.WORLD.get_group_store(), rank, world, datetime.timedelta(seconds=timeout_s), text)
+        keys = [_here(other) for other in range(world)]
+        at_once = meeting.has_extended_api()  # type: ignore[attr-defined]
+        values = meeting.multi_get(keys) if at_once else [meeting.get(key) for key in keys]
+    except RuntimeError as error:
+        raise DistributedError(
+            f"rank {rank} of {world} could not make a mesh with the others within {timeout_s:g} s: {error}. "
+            "All ranks must make the same meshes; if some are missing, look at their own output"
+        ) from error
+    return [value.decode() for value in values]
+
+
+def require_equal(texts: Sequence[str], what: str) -> None:
+    """Raise DistributedError naming the ranks whose text differs from the most common one."""
+    common = max(dict.fromkeys(texts), key=texts.count)  # of a tie the first, so that all ranks say the same
+    others = [f"rank {rank} has {text!r}" for rank, text in enumerate(texts) if text != common]
+    if others:
+        raise DistributedError(
+            f"all ranks must have the same {what}, {common!r}, but {'; '.join(others[:8])}. Install and start the same everywhere"
+        )
 
 
 def agent_store(timeout: datetime.timedelta) -> dist.Store | None:
@@ -79,17 +113,18 @@ def _served(host: str, port: int) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
 
 
-def _meet(store: dist.Store, rank: int, world: int) -> dist.Store:
-    """Wait until all ranks are here. Returns the part of the store that belongs to this meeting of theirs, the first or a later one.
+def _meet(store: dist.Store, rank: int, world: int, timeout: datetime.timedelta, text: str = "") -> dist.Store:
+    """Wait until all ranks are here, and each has left its text. Returns the part of the store that belongs to this meeting of theirs, the
+    first or a later one.
 
-    Raises RuntimeError naming the ranks that have not come within the store's time limit.
+    Raises RuntimeError naming the ranks that have not come within the time limit.
     """
     count = f"meetings of rank {rank}"
     meeting = dist.PrefixStore(f"meeting {store.add(count, 1)}", store)
-    here = [f"rank {other} is here" for other in range(world)]
-    meeting.set(here[rank], "")
+    here = [_here(other) for other in range(world)]
+    meeting.set(here[rank], text)
     try:
-        meeting.wait(here)
+        meeting.wait(here, timeout)
     except RuntimeError as error:
         with contextlib.suppress(RuntimeError):  # rank 0, which may serve the store, may have given up first
             absent = [other for other, key in enumerate(here) if not meeting.check([key])]
@@ -97,3 +132,7 @@ def _meet(store: dist.Store, rank: int, world: int) -> dist.Store:
             store.add(count, -1)  # whoever tries again comes to the same meeting
         raise
     return meeting
+
+
+def _here(rank: int) -> str:
+    return f"rank {rank} is here"

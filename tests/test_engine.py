@@ -365,39 +365,6 @@ def test_a_rank_that_dies_in_a_step_is_an_error_on_all_others(fresh_ranks: Ranks
     assert re.search(r"(activations|gradients) of microbatch \d over axis pp with ranks \[3\]", told[1][0])
 
 
-def goes_on_after_a_failed_step(batches: Sequence[Batch]) -> list[str]:
-    """pp 2: rank 1 has no memory for its second microbatch. What each rank is told of that step, of two more, and of an evaluation."""
-    engine = parallelize(Llama(SMALL, device="meta"), init_mesh(pp=2, device="cpu", timeout_s=2.0), FLOAT64)
-    engine.train_step(share(batches[0], engine))
-    told = []
-    stage = engine.stages[engine.mesh.pp.rank]
-    forward = stage.forward
-
-    def without_room(number: int, *rest: Any, **options: Any) -> torch.Tensor:
-        if number:
-            raise torch.OutOfMemoryError("no room")
-        return forward(number, *rest, **options)
-
-    if engine.mesh.rank == 1:
-        stage.forward = without_room  # type: ignore[method-assign]
-    for step in (engine.train_step, engine.train_step, engine.forward_backward, engine.eval_step):
-        with pytest.raises(RuntimeError) as caught:
-            step(share(batches[0], engine))
-        told.append(str(caught.value))
-        stage.forward = forward  # type: ignore[method-assign]
-    engine.mesh.close()
-    return told
-
-
-def test_nobody_goes_on_after_a_failed_step(ranks: Ranks) -> None:
-    """What is under way would be taken for the next step's."""
-    (waited, *first), (spoiled, *second) = ranks(2, goes_on_after_a_failed_step, BATCHES)
-    assert spoiled == "no room" and re.match(r"rank 0: receive of gradients of microbatch \d over axis pp with ranks \[1\] failed", waited)
-    for rank, reason, texts in ((0, waited, first), (1, spoiled, second)):
-        text = f"rank {rank}: a step has failed before ({reason}), and what is under way between the stages belongs to it. "
-        assert texts == [text + "Close the mesh and start again"] * 3
-
-
 def other_configuration() -> str:
     mesh = init_mesh(device="cpu")
     with pytest.raises(DistributedError) as caught:
@@ -501,30 +468,6 @@ def test_ranks_of_one_dp_coordinate_have_the_same_batch(ranks: Ranks, axis: str)
     text = "ranks [1] had another batch than rank 0, and all have dp coordinate 0. Choose a rank's batch by mesh.dp.rank, not by its rank"
     assert ranks(2, different_batches, {axis: 2}, BATCHES) == [[text] * 4 + ["fine"] * 2] * 2
     assert ranks(2, different_batches, {"dp": 2}, BATCHES) == [["fine"] * 6] * 2
-
-
-def engines_in_turns(batches: Sequence[Batch]) -> tuple[list[list[float]], int]:
-    """Losses of two engines on one mesh, which take turns, and how many files two more have opened."""
-    first = engine_on(pp=2)
-    second = parallelize(Llama(TIED, device="meta"), first.mesh, dataclasses.replace(FLOAT64, micro_batch=1))
-    losses: list[list[float]] = [[], []]
-    for batch in batches:
-        for engine, own in zip((first, second), losses, strict=True):
-            own.append(engine.train_step(share(batch, engine)).loss)
-    opened = len(os.listdir("/proc/self/fd"))
-    kept = [parallelize(Llama(SMALL, device="meta"), first.mesh, FLOAT64) for _ in range(2)]
-    opened = len(os.listdir("/proc/self/fd")) - opened
-    assert all(engine.links.after is first.links.after for engine in kept)
-    first.mesh.close()
-    return losses, opened
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="this system does not list the open files of a process")
-def test_engines_on_one_mesh_share_its_links(ranks: Ranks) -> None:
-    expected = [plain(model, FLOAT64, BATCHES).losses for model in (SMALL, TIED)]
-    for losses, opened in ranks(2, engines_in_turns, BATCHES):
-        assert losses == [pytest.approx(own, rel=1e-12) for own in expected]
-        assert opened == 0
 
 
 def swapped_arguments() -> list[str]:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     {"errors", "config"},
     {"placement", "schedule", "planner"},
-    {"mesh", "rendezvous", "topology"},
+    {"axis", "mesh", "rendezvous", "topology"},
     {"triton_kernels", "_C"},
     {"random", "initial"},
     {"comm"},
@@ -176,6 +176,26 @@ def test_only_comm_touches_the_core_and_symmetric_memory() -> None:
                 words = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
             if any("_symmetric_memory" in word.split(".") for word in words):
                 wrong.append(f"{place(name, node)} uses symmetric memory")
+    assert not wrong, "\n".join(wrong)
+
+
+COLLECTIVES = {"all_reduce_", "all_gather", "reduce_scatter", "all_to_all", "broadcast_", "gather_rows"}
+TO_HOST = {"tolist", "cpu", "item", "numpy", "float", "int", "bool"}
+
+
+def called_in(node: ast.AST) -> set[str]:
+    """The last names of all that is called in an expression."""
+    return {dotted(call.func).rpartition(".")[2] or getattr(call.func, "attr", "") for call in ast.walk(node) if isinstance(call, ast.Call)}
+
+
+def test_the_host_waits_for_collectives_with_a_limit_only() -> None:
+    """Not in the driver, where a lost peer keeps it for ever: through `comm.watch.on_host`."""
+    wrong = []
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            called = called_in(node) if isinstance(node, ast.Call) else set[str]()
+            if called & TO_HOST and called & COLLECTIVES and "on_host" not in called:
+                wrong.append(f"{FILES[name].relative_to(ROOT)}:{node.lineno}")
     assert not wrong, "\n".join(wrong)
 
 

@@ -19,12 +19,13 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from pymesh3d import mesh as mesh_module
 from pymesh3d import rendezvous
+from pymesh3d.axis import Axis, named
 from pymesh3d.comm.collectives import all_reduce_
 from pymesh3d.config import AXES, Layout, ModelConfig
 from pymesh3d.engine import parallelize
 from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.launch import LOOPBACK, launch
-from pymesh3d.mesh import Axis, exchange_text, init_mesh, named
+from pymesh3d.mesh import init_mesh
 from pymesh3d.models.llama import Llama
 
 Ranks = Callable[..., list[Any]]
@@ -264,13 +265,15 @@ def test_a_closed_mesh_leaves_no_threads_that_could_outlive_the_interpreter() ->
     assert launch(["-c", script], 2) == 0
 
 
+SOON = datetime.timedelta(seconds=0.2)
+
+
 def test_a_meeting_can_be_tried_again() -> None:
     store = HashStore()
-    store.set_timeout(datetime.timedelta(seconds=0.2))
     with pytest.raises(RuntimeError, match=r"ranks \[1\] have not come"):
-        rendezvous._meet(store, 0, 2)
+        rendezvous._meet(store, 0, 2, SOON)
     PrefixStore("meeting 1", store).set("rank 1 is here", "")
-    rendezvous._meet(store, 0, 2)
+    rendezvous._meet(store, 0, 2, SOON)
 
 
 def with_another_version(odd: int) -> tuple[str, bool]:
@@ -296,6 +299,25 @@ def test_another_version_is_named_on_every_rank(ranks: Ranks, world: int) -> Non
     assert ranks(world, with_another_version, 1) == [(text, True)] * world
 
 
+def makes_no_mesh() -> str:
+    """Rank 1 comes to none the first time, and both to the second."""
+    told = ""
+    if dist.get_rank() == 0:
+        with pytest.raises(DistributedError) as caught:
+            init_mesh(device="cpu", timeout_s=0.5)
+        told = str(caught.value)
+    dist.barrier()
+    init_mesh(device="cpu", timeout_s=20.0).close()
+    return told
+
+
+def test_a_rank_that_makes_no_mesh_is_named(ranks: Ranks) -> None:
+    assert ranks(2, makes_no_mesh)[0] == (
+        "rank 0 of 2 could not make a mesh with the others within 0.5 s: ranks [1] have not come. "
+        "All ranks must make the same meshes; if some are missing, look at their own output"
+    )
+
+
 def test_a_failure_that_is_no_peers_keeps_its_words() -> None:
     axis = Axis("dp", 0, (0, 1), None)  # type: ignore[arg-type]
     for error in (torch.OutOfMemoryError("no room"), DistributedError("rank 1 is gone")):
@@ -304,15 +326,6 @@ def test_a_failure_that_is_no_peers_keeps_its_words() -> None:
     text = r"rank 0: all-reduce over axis dp with ranks \[1\] failed after 0\.\d s: reset\. One of these ranks"
     with pytest.raises(DistributedError, match=text), named("all-reduce", axis):
         raise RuntimeError("reset")
-
-
-def long_texts() -> list[str]:
-    return exchange_text("é" * (1000 * dist.get_rank()) + str(dist.get_rank()), torch.device("cpu"))
-
-
-def test_texts_of_any_length_are_exchanged(ranks: Ranks) -> None:
-    expected = ["é" * (1000 * rank) + str(rank) for rank in range(3)]
-    assert ranks(3, long_texts) == [expected] * 3
 
 
 def limits() -> list[float]:
@@ -457,7 +470,7 @@ def test_a_mesh_that_cannot_be_made_on_gpus_aborts_what_it_has_begun(alone: pyte
     for name, stand_in in {
         "_device": lambda _: torch.device("cuda", 0),
         "join": lambda *_: None,
-        "exchange_text": lambda text, *_: [text],
+        "introduce": lambda text, *_: [text],
         "nvidia_links": dict,
         "physical_device": lambda _: 0,
         "Mesh": lost,

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from pymesh3d.checkpoint.manifest import REMEDY, digest, file_of, folder_of, require_same
-from pymesh3d.checkpoint.together import together
+from pymesh3d.comm.agree import together
 from pymesh3d.errors import CheckpointError
 from pymesh3d.mesh import Mesh
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from pymesh3d.checkpoint.manifest import FORMAT, MANIFEST, digest, file_of, folder_of
-from pymesh3d.checkpoint.together import together
+from pymesh3d.comm.agree import together
 from pymesh3d.errors import CheckpointError
 from pymesh3d.mesh import Mesh
 

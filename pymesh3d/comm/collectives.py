@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pymesh3d.mesh import Axis, named
+from pymesh3d.axis import Axis, named
+from pymesh3d.comm.watch import wait_for_gpu
 
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 # torch 2.13 renamed these two; 2.11 knows only the old names
@@ -52,14 +53,14 @@ def all_reduce_(x: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = SUM) 
     return Pending(x) if axis.size == 1 else _start("all-reduce", axis, x, dist.all_reduce, x, op=op)
 
 
-def all_gather(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = None) -> Pending:
+def all_gather(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = None, operation: str = "all-gather") -> Pending:
     """The ranks' tensors, concatenated along dim 0 in rank order. `x` may be this rank's part of `out` itself."""
     if axis.size == 1:
         return Pending(x)
     x = x.contiguous()
     if out is None:
         out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    return _start("all-gather", axis, out, _all_gather_single, out, x)
+    return _start(operation, axis, out, _all_gather_single, out, x)
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
@@ -94,9 +95,11 @@ def equalize_(x: torch.Tensor, axis: Axis) -> None:
         device = torch.device("cuda") if dist.get_backend(axis.group) == "nccl" else x.device
         sent = x.detach().to(device).contiguous()
         broadcast_(sent.view(-1).view(torch.uint8), axis)
+        if sent.is_cuda and not x.is_cuda:
+            wait_for_gpu("broadcast", axis)
         x.data = sent.to(x.device)
 
 
-def gather_rows(values: torch.Tensor, axis: Axis) -> torch.Tensor:
+def gather_rows(values: torch.Tensor, axis: Axis, operation: str = "all-gather") -> torch.Tensor:
     """The ranks' small vectors as the rows of a matrix [ranks, n], the same bits on each rank."""
-    return all_gather(values.reshape(1, -1), axis).wait()
+    return all_gather(values.reshape(1, -1), axis, operation=operation).wait()

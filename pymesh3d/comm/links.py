@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
+from pymesh3d.axis import Axis, named, raise_named
 from pymesh3d.comm import native
-from pymesh3d.mesh import Axis, named, raise_named
 
 if TYPE_CHECKING:
     from pymesh3d._C import Link as NativeLink

@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from pymesh3d.axis import Axis, named
 from pymesh3d.comm import native
+from pymesh3d.comm.agree import exchange_text
 from pymesh3d.comm.links import Expected, Link, NcclLink, TorchLink
 from pymesh3d.comm.watch import on_host
 from pymesh3d.errors import ConfigError, DistributedError
-from pymesh3d.mesh import Axis, Mesh, exchange_text, named
+from pymesh3d.mesh import Mesh
 
 VARIABLE = "PYMESH3D_P2P"  # of the environment; it forces one of `TRANSPORTS`
 TRANSPORTS = ("nccl", "torch")
@@ -99,7 +101,7 @@ def agreed_transport(wishes: Sequence[Wish]) -> tuple[str, str]:
 
 def _transport(mesh: Mesh) -> str:
     """The same on all ranks, which must all call."""
-    texts = exchange_text(json.dumps(dataclasses.astuple(Wish.of(mesh.device))), mesh.device, "agreeing on the transport of links")
+    texts = exchange_text(json.dumps(dataclasses.astuple(Wish.of(mesh.device))), mesh, "agreeing on the transport of links")
     over, why = agreed_transport([Wish(*json.loads(text)) for text in texts])
     if why and mesh.rank == 0:
         warnings.warn(f"stages send over torch.distributed instead of NCCL, because {why}", stacklevel=2)
@@ -140,7 +142,7 @@ def _over_torch(mesh: Mesh) -> Callable[[int, Pairs], Link | None]:
 def _over_nccl(mesh: Mesh, wanted: Sequence[Pairs]) -> Callable[[int, Pairs], Link | None]:
     gpu, nccl = native.libraries()
     leads = [any(pair[0] == mesh.rank for pair in pairs) for pairs in wanted]
-    ids = exchange_text(" ".join(nccl.unique_id().hex() if lead else "none" for lead in leads), mesh.device, "exchanging ids of links")
+    ids = exchange_text(" ".join(nccl.unique_id().hex() if lead else "none" for lead in leads), mesh, "exchanging ids of links")
 
     def opened(number: int, pairs: Pairs) -> Link | None:
         pair = next((pair for pair in pairs if mesh.rank in pair), None)
@@ -169,4 +171,4 @@ def _use_once(link: Link, mesh: Mesh, pair: Sequence[int]) -> None:
         link.post(expected)
         link.send(numbers, 0)
     link.flush()
-    on_host(link.take(), f"the first message between ranks {pair[0]} and {pair[1]}", mesh)
+    on_host(link.take(), f"the first message between ranks {pair[0]} and {pair[1]}", mesh.all)

@@ -7,22 +7,27 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from pymesh3d.mesh import ABORT, Axis, Mesh, Watched, named
+from pymesh3d.axis import ABORT, Axis, Watched, named
 
 LOOK = 0.01  # seconds between two looks at the peers
 
 
-def on_host(tensor: torch.Tensor, operation: str, mesh: Mesh, axis: Axis | None = None) -> torch.Tensor:
-    """A small tensor on the host, once it has been computed. Raises DistributedError if a peer is lost or the mesh's time runs out."""
-    with named(operation, axis or mesh.all):
-        if not tensor.is_cuda:
-            return tensor
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        copy.copy_(tensor, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        wait_until(done.query, mesh.watched, mesh.timeout.total_seconds())
-        return copy
+def on_host(tensor: torch.Tensor, operation: str, axis: Axis) -> torch.Tensor:
+    """A small tensor on the host, once it has been computed. Raises DistributedError as `wait_for_gpu` does."""
+    if not tensor.is_cuda:
+        return tensor
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)
+    wait_for_gpu(operation, axis)
+    return copy
+
+
+def wait_for_gpu(operation: str, axis: Axis) -> None:
+    """Let the host wait for what the current stream has to do. Raises DistributedError if a peer is lost or the axis' time runs out."""
+    done = torch.cuda.Event()
+    done.record()
+    with named(operation, axis):
+        wait_until(done.query, axis.watched, axis.timeout.total_seconds())
 
 
 def wait_until(done: Callable[[], bool], watched: Iterable[Watched], seconds: float) -> None:

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pymesh3d.axis import Axis
 from pymesh3d.comm.collectives import all_gather
 from pymesh3d.errors import ConfigError
-from pymesh3d.mesh import Axis, Mesh, tp_axis
+from pymesh3d.mesh import Mesh, tp_axis
 from pymesh3d.placement import Placement, placement_of
 
 

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 
-from pymesh3d.comm.collectives import gather_rows
+from pymesh3d.comm.agree import exchange_numbers, exchange_text
 from pymesh3d.commands.files import write_json
 from pymesh3d.commands.layouts import Row, covering_rows, every_row
 from pymesh3d.config import ModelConfig, TrainConfig
 from pymesh3d.engine import DTYPES, IGNORE_INDEX, parallelize
-from pymesh3d.mesh import Mesh, exchange_text, init_mesh
+from pymesh3d.mesh import Mesh, init_mesh
 from pymesh3d.models import plain
 from pymesh3d.models.dropout import Masks
 from pymesh3d.models.llama import Llama, initialize_
@@ -169,7 +169,7 @@ def worst(values: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], b
 def agree(mesh: Mesh, mine: Outcome, losses: list[float], tensors: int, expected: int) -> Outcome:
     """The outcome of all ranks together, from each rank's own, its losses and the number of gradients that it speaks for."""
     numbers = [mine.loss_difference, mine.gradients, mine.parameters, float(not mine.initial_equal), float(tensors), *losses]
-    rows = gather_rows(torch.tensor(numbers, dtype=torch.float64, device=mesh.device), mesh.all).cpu()
+    rows = exchange_numbers(torch.tensor(numbers, dtype=torch.float64), mesh, "comparing outcomes")
     loss_difference, gradients, parameters, unequal = rows[:, :4].amax(0).tolist()
     return dataclasses.replace(
         mine,
@@ -179,7 +179,7 @@ def agree(mesh: Mesh, mine: Outcome, losses: list[float], tensors: int, expected
         loss_difference=loss_difference,
         gradients=gradients,
         parameters=parameters,
-        first=next(filter(None, exchange_text(mine.first, mesh.device)), ""),
+        first=next(filter(None, exchange_text(mine.first, mesh)), ""),
     )
 
 
@@ -198,7 +198,10 @@ def run(world: int, *, all_rows: bool, device: str, json_file: str | None) -> in
 
     outcomes = []
     began = told = time.monotonic()
-    with console.status(f"{len(rows)} layouts of {world} ranks, {dtype} on {device}") as status:
+    begins = f"{len(rows)} layouts of {world} ranks, {dtype} on {device}"
+    if mesh.rank == 0 and not console.is_terminal:
+        print(begins, file=sys.stderr, flush=True)
+    with console.status(begins) as status:
         for number, row in enumerate(rows, 1):
             train = row.train(dtype)
             alone = TrainConfig(
@@ -225,8 +228,12 @@ def run(world: int, *, all_rows: bool, device: str, json_file: str | None) -> in
 
 
 def table(outcomes: list[Outcome], dtype: str) -> Table:
-    """One line a row (sp: sequence parallel, kv: fewer KV heads than tp ranks, d: difference); a row that differs names a tensor."""
-    shown = Table(title="Each layout against one process", box=None, padding=(0, 1, 0, 0))
+    """One line a row; a row that differs names a tensor."""
+    legend = (
+        "sched: pipeline schedule; sp: sequence parallel; tied: head and embedding; kv: fewer KV heads than tp ranks; rec.: recompute; "
+        "drop: dropout; d: largest difference; s: seconds"
+    )
+    shown = Table(title="Each layout against one process", caption=legend, caption_justify="left", box=None, padding=(0, 1, 0, 0))
     for name in ("tp", "pp", "dp", "zero", "sched", "sp", "tied", "kv", "rec.", "drop", "loss", "d loss", "d grads", "d param", "s", ""):
         shown.add_column(name, justify="left" if name in ("sched", "") else "right", no_wrap=bool(name), overflow="fold")
     for outcome in outcomes:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from pymesh3d.comm.collectives import gather_rows
+from pymesh3d.comm.agree import exchange_numbers
 from pymesh3d.config import ModelConfig, TrainConfig
 from pymesh3d.engine import Engine, held_layers
 from pymesh3d.mesh import Mesh
@@ -56,8 +56,8 @@ class Progress:
     def stages(self, engine: Engine) -> None:
         """Which modules stand on which stage, with the parameters of the stage (unsharded) and of one rank (its tp shard)."""
         mesh, model = engine.mesh, engine.model
-        own = torch.tensor([sum(p.numel() for p in model.parameters())], dtype=torch.float64, device=mesh.device)
-        held = gather_rows(own, mesh.all)[:, 0].tolist()
+        own = torch.tensor([sum(p.numel() for p in model.parameters())], dtype=torch.float64)
+        held = exchange_numbers(own, mesh, "counting parameters")[:, 0].tolist()
         table = Table(title="stages", title_justify="left")
         for name in ("stage", "ranks", "modules", "parameters of a rank"):
             table.add_column(name, justify="right" if name.startswith("param") else "left")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import resource
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,17 +13,18 @@ import torch
 from pymesh3d.checkpoint.load import load
 from pymesh3d.checkpoint.manifest import CORPUS_DIGEST, folder_of, newest, require_same
 from pymesh3d.checkpoint.save import save
-from pymesh3d.comm.collectives import gather_rows
+from pymesh3d.comm.agree import exchange_text
 from pymesh3d.commands.files import as_json, require_folder, require_picture, require_writable, write, writing
 from pymesh3d.commands.progress import Progress, draw_loss
 from pymesh3d.config import Layout, ModelConfig, TrainConfig, require_timeout, validate
 from pymesh3d.data import Batches, Corpus, load_corpus
 from pymesh3d.engine import Engine, StepResult, parallelize
 from pymesh3d.errors import CheckpointError, ConfigError
-from pymesh3d.mesh import Mesh, exchange_text, init_mesh, require_equal
+from pymesh3d.mesh import init_mesh
 from pymesh3d.models.llama import Llama
 from pymesh3d.planner.hardware import peak_flops
 from pymesh3d.planner.model import flops_per_token
+from pymesh3d.rendezvous import require_equal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +74,8 @@ class Job:
 def prepare(job: Job) -> Batches:
     """Check all that can be checked without other ranks, and open the data. Raises ConfigError."""
     validate(job.model, job.layout, job.train)
+    if job.train.compile and (missing := no_compiler(job.device)):
+        raise ConfigError("--compile", f"torch.compile cannot work here: {missing}", "Install it, or leave --compile out")
     require_picture("--out", job.out)
     require_writable("--log-json", job.log_json)
     corpus = load_corpus(job.data, job.model.vocab, job.train.seq)
@@ -96,7 +97,7 @@ def run(job: Job) -> int:
     batches = prepare(job)
     mesh = init_mesh(**dataclasses.asdict(job.layout), device=job.device, timeout_s=job.timeout)
     data = f"{batches.corpus.description}, digest {batches.corpus.digest}"
-    require_equal(exchange_text(data, mesh.device, "comparing the data"), "data")
+    require_equal(exchange_text(data, mesh, "comparing the data"), "data")
     progress = Progress(quiet=mesh.rank != 0)
     progress.header(mesh, job.model, job.train, batches.corpus.description)
     engine = parallelize(Llama(job.model, device="meta"), mesh, job.train)
@@ -123,7 +124,7 @@ def run(job: Job) -> int:
             for group in engine.optimizer.param_groups:
                 group["lr"] = job.learning_rate(engine.zero.steps_taken)
             result = engine.train_step((tokens, targets))
-            line = measure(step + 1, result, time.perf_counter() - began, job, mesh, peak)
+            line = measure(step + 1, result, time.perf_counter() - began, job, engine, peak)
             progress.step(line)
             losses.append(result.loss)
             tokens_seen += result.tokens
@@ -155,13 +156,13 @@ def keep(directory: str, step: int, engine: Engine, about: Mapping[str, Any]) ->
         raise OSError(str(error)) from error
 
 
-def measure(step: int, result: StepResult, seconds: float, job: Job, mesh: Mesh, peak: float | None) -> dict[str, float | int | None]:
-    """The line of one step: tokens are those of the whole global batch, counted once; memory is the fullest rank's peak.
+def measure(step: int, result: StepResult, seconds: float, job: Job, engine: Engine, peak: float | None) -> dict[str, float | int | None]:
+    """The line of one step: tokens are those of the whole global batch, counted once; memory is the fullest rank's peak
+    up to the end of backward.
 
     `peak` is what one device can do at best, in FLOP/s, where that is known.
     """
-    tflops = result.tokens / seconds * flops_per_token(job.model, job.train.seq) / mesh.layout.world / 1e12
-    memory = torch.tensor(_memory_gib(mesh.device), dtype=torch.float64, device=mesh.device)
+    tflops = result.tokens / seconds * flops_per_token(job.model, job.train.seq) / engine.mesh.layout.world / 1e12
     return {
         "step": step,
         "loss": result.loss,
@@ -170,12 +171,6 @@ def measure(step: int, result: StepResult, seconds: float, job: Job, mesh: Mesh,
         "tps": result.tokens / seconds,
         "tflops": tflops,
         "mfu": tflops * 1e12 / peak if peak else None,
-        "memory_gib": float(gather_rows(memory, mesh.all).max()),
+        "memory_gib": engine.memory_gib,
         "time_s": seconds,
     }
-
-
-def _memory_gib(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)

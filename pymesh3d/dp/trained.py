@@ -7,7 +7,8 @@ import hashlib
 import torch
 from torch import nn
 
-from pymesh3d.comm.collectives import equalize_, gather_rows
+from pymesh3d.comm.agree import exchange_numbers
+from pymesh3d.comm.collectives import equalize_
 from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.mesh import Mesh
 from pymesh3d.placement import Placement, place
@@ -40,8 +41,8 @@ def agree_on(module: nn.Module, mesh: Mesh) -> None:
     described = [(name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in tensors.items()]
     digest = hashlib.blake2b(repr(described).encode(), digest_size=7).digest()
     for axis in (mesh.tp, mesh.dp):
-        mine = torch.tensor(int.from_bytes(digest, "little"), device=mesh.device)
-        rows = gather_rows(mine, axis)[:, 0].tolist()
+        mine = torch.tensor([int.from_bytes(digest, "little")])
+        rows = exchange_numbers(mine, mesh, "comparing modules", axis)[:, 0].tolist()
         others = [rank for rank, row in zip(axis.ranks, rows, strict=True) if row != rows[0]]
         if others:
             raise DistributedError(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pymesh3d.axis import Axis
 from pymesh3d.comm.collectives import Pending, all_gather, all_reduce_, all_to_all
 from pymesh3d.comm.watch import on_host
 from pymesh3d.config import require_number, require_positive
@@ -22,7 +23,7 @@ from pymesh3d.dp.buckets import Bucket, make_buckets
 from pymesh3d.dp.norm import clip_factor, gradient_norm
 from pymesh3d.dp.trained import agree_on, trained_parameters
 from pymesh3d.errors import ConfigError
-from pymesh3d.mesh import Axis, Mesh
+from pymesh3d.mesh import Mesh
 from pymesh3d.placement import placement_of
 
 log = logging.getLogger("pymesh3d")
@@ -124,7 +125,7 @@ class Zero:
             require_number("max_norm", max_norm, default="None, which switches clipping off", above_zero=True)
         self.reduce()
         total = self.norm()
-        norm = on_host(total, "gradient norm", self.mesh).item()
+        norm = on_host(total, "gradient norm", self.mesh.all).item()
         taken = math.isfinite(norm)  # every rank has the same bits, so all take the step or none
         if taken:
             self.update(None if max_norm is None else clip_factor(total, max_norm))

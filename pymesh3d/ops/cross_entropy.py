@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from pymesh3d.axis import Axis
 from pymesh3d.comm.collectives import MAX, all_reduce_
-from pymesh3d.mesh import Axis
+from pymesh3d.ops.function import first_order, owned
 from pymesh3d.triton_kernels.cross_entropy import gradient, statistics
 from pymesh3d.triton_kernels.rows import as_rows
 
@@ -41,10 +41,10 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits, entries, maximum, total.clone())  # not the other sums
         ctx.options = {**part, "ignore_index": ignore_index, "smoothing": smoothing}
         # On CUDA nobody looked at the targets, which would wait for the device: one outside has made a NaN, with which no step is taken.
-        return loss.masked_fill_(entries == ignore_index, 0).view(target.shape)
+        return owned(loss.masked_fill_(entries == ignore_index, 0).view(target.shape))
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, entries, maximum, total = ctx.saved_tensors
         grad = gradient(as_rows(logits), entries, maximum, total, grad_loss.reshape(-1), **ctx.options)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pymesh3d.mesh import Axis
+from pymesh3d.axis import Axis
 from pymesh3d.ops.accumulate import buffer_of
 from pymesh3d.ops.products import COLUMN, ROW, Product
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
+from pymesh3d.axis import Axis
 from pymesh3d.comm.collectives import all_reduce_
-from pymesh3d.mesh import Axis
 from pymesh3d.ops import library
 from pymesh3d.ops.accumulate import add_grad
+from pymesh3d.ops.function import first_order, owned
 from pymesh3d.ops.products import COLUMN, ROW, Buffers, Product, gather_tokens, scatter_tokens
 
 
@@ -33,10 +33,10 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.backward_of, ctx.options = product.backward, (buffers, axis, sequence_parallel)
-        return product.forward(x, weight, bias, axis, sequence_parallel)
+        return owned(product.forward(x, weight, bias, axis, sequence_parallel))
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return *ctx.backward_of(grad_y, *ctx.saved_tensors, *ctx.options, ctx.needs_input_grad), None, None, None, None
 
@@ -55,10 +55,10 @@ class _VocabLookup(torch.autograd.Function):
         # On CUDA nobody looked at the ids, which would wait for the device: one outside makes numbers that no step is taken with.
         instead = torch.zeros_like(ids, dtype=weight.dtype).masked_fill_((ids < 0) | (ids >= vocab), torch.nan)
         y = torch.where(elsewhere.unsqueeze(-1), instead.unsqueeze(-1), F.embedding(local, weight))
-        return scatter_tokens(y, axis) if sequence_parallel else all_reduce_(y, axis).wait()
+        return owned(scatter_tokens(y, axis) if sequence_parallel else all_reduce_(y, axis).wait())
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         local, no_grad, weight = ctx.saved_tensors
         if ctx.sequence_parallel:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from pymesh3d.axis import Axis
 from pymesh3d.comm.collectives import Pending, all_gather, all_reduce_, reduce_scatter
-from pymesh3d.mesh import Axis
 from pymesh3d.ops.accumulate import add_grad, add_weight_grad
 
 Buffers = tuple[torch.Tensor | None, torch.Tensor | None]

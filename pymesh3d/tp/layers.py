@@ -16,11 +16,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pymesh3d.axis import Axis
 from pymesh3d.comm.collectives import equalize_
 from pymesh3d.config import require_flag, require_positive
 from pymesh3d.errors import ConfigError
 from pymesh3d.initial import fill_, materialize
-from pymesh3d.mesh import Axis, Mesh, tp_axis
+from pymesh3d.mesh import Mesh, tp_axis
 from pymesh3d.ops.features import gather_features, split_features
 from pymesh3d.ops.linear import column_linear, row_linear, vocab_lookup
 from pymesh3d.placement import Part, Placement, place, placement_of

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from pymesh3d.axis import Axis
 from pymesh3d.errors import ConfigError
-from pymesh3d.mesh import Axis, Mesh, tp_axis
+from pymesh3d.mesh import Mesh, tp_axis
 from pymesh3d.ops.cross_entropy import cross_entropy
 
 

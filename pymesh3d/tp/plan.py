@@ -11,10 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.parametrize import is_parametrized
 
+from pymesh3d.axis import Axis
 from pymesh3d.comm.collectives import equalize_
 from pymesh3d.config import require_flag
 from pymesh3d.errors import ConfigError
-from pymesh3d.mesh import Axis, Mesh, tp_axis
+from pymesh3d.mesh import Mesh, tp_axis
 from pymesh3d.placement import Part, Placement, place, placement_of
 from pymesh3d.tp.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 

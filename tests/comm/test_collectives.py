@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pymesh3d.axis import Axis
 from pymesh3d.comm.collectives import MAX, all_gather, all_reduce_, all_to_all, broadcast_, gather_rows, named, reduce_scatter
 from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.launch import loopback_store
-from pymesh3d.mesh import Axis, init_mesh
+from pymesh3d.mesh import init_mesh
 
 Ranks = Callable[..., list[Any]]
 

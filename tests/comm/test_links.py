@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from pymesh3d.axis import Axis
 from pymesh3d.comm import native
-from pymesh3d.comm.agree import exchange_text
 from pymesh3d.comm.links import Expected, NcclLink
 from pymesh3d.comm.p2p import Links
 from pymesh3d.errors import DistributedError
@@ -48,8 +47,9 @@ class End:
         self.link = NcclLink(self.native, line, sends=sends, receives=receives, device=CPU, stream=lambda: 0)
 
     def connect(self) -> Any:
-        unique = bytes.fromhex(exchange_text(self.libraries[1].unique_id().hex(), CPU)[0])
-        return native._C.Link(*self.libraries, unique, RANKS, self.rank, self._scratch.data_ptr(), timeout=20.0)
+        unique = torch.frombuffer(bytearray(self.libraries[1].unique_id()), dtype=torch.uint8)
+        dist.broadcast(unique, 0)
+        return native._C.Link(*self.libraries, unique.numpy().tobytes(), RANKS, self.rank, self._scratch.data_ptr(), timeout=20.0)
 
     def synchronize(self) -> None:
         """Wait for the stream that computes: only then are tensors on the CPU what they are for that stream."""

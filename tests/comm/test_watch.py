@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
 import time
 from collections.abc import Callable
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from pymesh3d.comm.watch import LOOK, wait_until
+from pymesh3d.axis import Axis
+from pymesh3d.comm import collectives
+from pymesh3d.comm.watch import LOOK, on_host, wait_until
+from pymesh3d.errors import DistributedError
 
 
 class Peer:
@@ -78,4 +84,49 @@ def test_a_fault_of_the_gpu_lets_all_give_up() -> None:
     peer = Peer()
     with pytest.raises(RuntimeError, match="illegal memory access"):
         wait_until(broken, [peer], 5.0)
+    assert peer.aborted == 1
+
+
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU. To come from there it would take the peer that is lost."""
+
+    is_cuda = True
+
+    def to(self, *_: object, **__: object) -> torch.Tensor:  # type: ignore[override]
+        raise AssertionError("here the host stands in the driver, without a limit")
+
+
+class ForGpu(torch.Tensor):
+    """Goes to a GPU where it is told to."""
+
+    def to(self, *_: object, **__: object) -> torch.Tensor:  # type: ignore[override]
+        return self.as_subclass(OnGpu)
+
+
+class Busy:
+    """The event of a GPU that waits for a lost peer."""
+
+    def record(self) -> None:
+        """It is never reached."""
+
+    def query(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("fails", [0.05, float("inf")])
+@pytest.mark.parametrize("way", ["on_host", "equalize_"])
+def test_the_host_waits_for_no_gpu_without_a_limit(monkeypatch: pytest.MonkeyPatch, way: str, fails: float) -> None:
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **options: empty(*sizes, **options))
+    monkeypatch.setattr(torch.cuda, "Event", Busy)
+    monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
+    monkeypatch.setattr(collectives, "broadcast_", lambda *_: None)
+    peer = Peer(fails)
+    axis = Axis("tp", 0, (0, 1), None, [peer], datetime.timedelta(seconds=0.2))  # type: ignore[arg-type]
+    with pytest.raises(DistributedError, match=r"rank 0: broadcast over axis tp with ranks \[1\] failed after 0") as caught:
+        if way == "on_host":
+            on_host(torch.ones(3).as_subclass(OnGpu), "broadcast", axis)
+        else:
+            collectives.equalize_(torch.ones(3).as_subclass(ForGpu), axis)
+    assert ("the peer is gone" if fails < 1 else "the GPU has not finished within 0.2 s") in str(caught.value)
     assert peer.aborted == 1

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from pymesh3d import engine as engine_module
 from pymesh3d.checkpoint.manifest import file_of, folder_of
 from pymesh3d.cli import parser
 from pymesh3d.commands import train
@@ -27,8 +29,10 @@ from pymesh3d.commands.spelling import MODEL_FIELDS, option_of
 from pymesh3d.commands.train import Job
 from pymesh3d.config import Layout, ModelConfig, TrainConfig
 from pymesh3d.data import load_corpus
-from pymesh3d.engine import Engine
+from pymesh3d.engine import Engine, StepResult, parallelize
 from pymesh3d.errors import CheckpointError, ConfigError, DataError, DistributedError
+from pymesh3d.mesh import init_mesh
+from pymesh3d.models.llama import Llama
 from pymesh3d.planner.model import flops_per_token
 
 Ranks = Callable[..., list[Any]]
@@ -368,3 +372,30 @@ def test_files_are_checked_before_anything_runs(text: str, tmp_path: Path, monke
     with pytest.raises(DataError, match=r"its 2000 tokens are fewer than seq \+ 1 = 3001\. Use more text, or seq=1999 or less"):
         train.prepare(job(text, {"seq": 3000}))
     train.prepare(job(text, save="fine/", resume="./fine", log_json="file", out="new.png"))  # the same folder by other names
+
+
+def fullest() -> list[float]:
+    """What the engine says of memory before the first step, after it, and after an evaluation."""
+    engine = parallelize(Llama(MODEL, device="meta"), init_mesh(dp=2, device="cpu"), TRAIN)
+    batch = torch.ones(2, 16, dtype=torch.int64), torch.ones(2, 16, dtype=torch.int64)
+    said = [engine.memory_gib]
+    for step, gib in ((engine.train_step, 1.5), (engine.eval_step, 2.5)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine_module, "_peak_memory_gib", lambda _, gib=gib: gib + engine.mesh.rank)
+            step(batch)
+        said.append(engine.memory_gib)
+    engine.mesh.close()
+    return said
+
+
+def test_memory_is_that_of_the_fullest_rank(ranks: Ranks) -> None:
+    assert ranks(2, fullest) == [[0.0, 2.5, 3.5]] * 2
+
+
+def test_to_measure_a_step_takes_no_word_with_other_ranks(text: str) -> None:
+    """All that is logged is known already: there is no process group here."""
+    engine: Any = SimpleNamespace(memory_gib=1.5, mesh=SimpleNamespace(layout=Layout(dp=4), device=torch.device("cpu")))
+    line = train.measure(3, StepResult(loss=2.0, grad_norm=0.5, tokens=64, taken=True), 0.25, job(text), engine, None)
+    flops = 256.0 * flops_per_token(MODEL, TRAIN.seq) / 4 / 1e12
+    assert list(line) == KEYS
+    assert list(line.values()) == [3, 2.0, 0.5, 64, 256.0, pytest.approx(flops, rel=1e-12), None, 1.5, 0.25]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pymesh3d.mesh import Axis
+from pymesh3d.axis import Axis
 from pymesh3d.ops.accumulate import add_weight_grad
 from pymesh3d.tp.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from pymesh3d.axis import Axis
 from pymesh3d.engine import parallelize
-from pymesh3d.mesh import Axis, init_mesh
+from pymesh3d.mesh import init_mesh
 from pymesh3d.models.llama import Llama
 from pymesh3d.ops import library
 from pymesh3d.ops.accumulate import attach_buffer

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +26,7 @@ from tests.plain import FLOAT64, SMALL, Batch, Run, assert_equal_runs, assert_ne
 
 Ranks = Callable[..., list[Any]]
 MASKED = [batch_of(8, 8, valid=37, seed=1), batch_of(8, 8, valid=20, seed=2)]
+TIED = dataclasses.replace(SMALL, tied=True)
 DEEP = dataclasses.replace(SMALL, layers=8)  # enough for two stages on each of 4 ranks
 
 
@@ -170,3 +173,60 @@ def test_an_action_without_a_rule_is_refused_and_nothing_is_kept() -> None:
         run([(Action("F", 0, 0),), (Action("W", 0, 0),)], {0: stage}, links, [microbatch])
     with pytest.raises(KeyError):
         stage.backward(0, None)
+
+
+def goes_on_after_a_failed_step(batches: Sequence[Batch]) -> list[str]:
+    """pp 2: rank 1 has no memory for its second microbatch. What each rank is told of that step, of two more, and of an evaluation."""
+    engine = parallelize(Llama(SMALL, device="meta"), init_mesh(pp=2, device="cpu", timeout_s=2.0), FLOAT64)
+    engine.train_step(share(batches[0], engine))
+    told = []
+    stage = engine.stages[engine.mesh.pp.rank]
+    forward = stage.forward
+
+    def without_room(number: int, *rest: Any, **options: Any) -> torch.Tensor:
+        if number:
+            raise torch.OutOfMemoryError("no room")
+        return forward(number, *rest, **options)
+
+    if engine.mesh.rank == 1:
+        stage.forward = without_room  # type: ignore[method-assign]
+    for step in (engine.train_step, engine.train_step, engine.forward_backward, engine.eval_step):
+        with pytest.raises(RuntimeError) as caught:
+            step(share(batches[0], engine))
+        told.append(str(caught.value))
+        stage.forward = forward  # type: ignore[method-assign]
+    engine.mesh.close()
+    return told
+
+
+def test_nobody_goes_on_after_a_failed_step(ranks: Ranks) -> None:
+    """What is under way would be taken for the next step's."""
+    (waited, *first), (spoiled, *second) = ranks(2, goes_on_after_a_failed_step, MASKED)
+    assert spoiled == "no room" and re.match(r"rank 0: receive of gradients of microbatch \d over axis pp with ranks \[1\] failed", waited)
+    for rank, reason, texts in ((0, waited, first), (1, spoiled, second)):
+        text = f"rank {rank}: a step has failed before ({reason}), and what is under way between the stages belongs to it. "
+        assert texts == [text + "Close the mesh and start again"] * 3
+
+
+def engines_in_turns(batches: Sequence[Batch]) -> tuple[list[list[float]], int]:
+    """Losses of two engines on one mesh, which take turns, and how many files two more have opened."""
+    first = parallelize(Llama(SMALL, device="meta"), init_mesh(pp=2, device="cpu"), FLOAT64)
+    second = parallelize(Llama(TIED, device="meta"), first.mesh, dataclasses.replace(FLOAT64, micro_batch=1))
+    losses: list[list[float]] = [[], []]
+    for batch in batches:
+        for engine, own in zip((first, second), losses, strict=True):
+            own.append(engine.train_step(share(batch, engine)).loss)
+    opened = len(os.listdir("/proc/self/fd"))
+    kept = [parallelize(Llama(SMALL, device="meta"), first.mesh, FLOAT64) for _ in range(2)]
+    opened = len(os.listdir("/proc/self/fd")) - opened
+    assert all(engine.links.after is first.links.after for engine in kept)
+    first.mesh.close()
+    return losses, opened
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="this system does not list the open files of a process")
+def test_engines_on_one_mesh_share_its_links(ranks: Ranks) -> None:
+    expected = [plain(model, FLOAT64, MASKED).losses for model in (SMALL, TIED)]
+    for losses, opened in ranks(2, engines_in_turns, MASKED):
+        assert losses == [pytest.approx(own, rel=1e-12) for own in expected]
+        assert opened == 0

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pymesh3d.axis import Axis
 from pymesh3d.comm.whole import whole
 from pymesh3d.errors import ConfigError
-from pymesh3d.mesh import Axis, Mesh, init_mesh
+from pymesh3d.mesh import Mesh, init_mesh
 from pymesh3d.ops.cross_entropy import cross_entropy
 from pymesh3d.ops.linear import vocab_lookup
 from pymesh3d.placement import Part, Placement, placement_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pymesh3d.mesh import Axis
+from pymesh3d.axis import Axis
 from pymesh3d.ops import cross_entropy as ops
 from pymesh3d.triton_kernels.cross_entropy import (
     REF_CHUNK,
