@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from pymesh3d.ops.function import first_order
 from pymesh3d.triton_kernels import rotary as kernel
 from pymesh3d.triton_kernels.precision import compute_dtype
 
@@ -23,7 +23,7 @@ class _Rotary(torch.autograd.Function):
         return kernel.rotary(x, cos, sin, heads, kv_heads)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return kernel.rotary_backward(*grads, *ctx.saved_tensors), None, None, None, None
 

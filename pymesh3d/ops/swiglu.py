@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from pymesh3d.ops.function import first_order
 from pymesh3d.triton_kernels import swiglu as kernel
 
 
@@ -17,7 +17,7 @@ class _SwiGLU(torch.autograd.Function):
         return kernel.swiglu(x)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_y: torch.Tensor) -> torch.Tensor:
         return kernel.swiglu_backward(grad_y, *ctx.saved_tensors)
 
