@@ -362,6 +362,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         watch_parent()
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # what a terminal cannot show, such as a name that is no text
+        if not argv:
+            parser().print_help()
+            return 2
         parser().parse_args(argv, args)
         status = _run(args, argv)
     except ConfigError as error:

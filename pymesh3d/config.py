@@ -161,7 +161,8 @@ class ModelConfig:
         try:
             fields: Any = json.loads(path.read_text())
         except FileNotFoundError as error:
-            raise ConfigError(f"model={name_or_file!r}", "neither a known name nor a file", f"Use one of {', '.join(MODELS)}") from error
+            instead = f"Use one of {', '.join(MODELS)}, or a JSON file such as {EXAMPLE}"
+            raise ConfigError(f"model={name_or_file!r}", "neither a known name nor a file that exists", instead) from error
         except (OSError, ValueError) as error:
             raise ConfigError(f"model file {str(path)!r}", f"not readable as JSON ({error})", f"It may hold {EXAMPLE}") from error
         known = {field.name for field in dataclasses.fields(ModelConfig)}

@@ -99,7 +99,7 @@ REFUSALS = {
     "train --dp 3": "--global-batch-size 16, --dp 3: dp must divide --global-batch-size, so .* Use --global-batch-size 18",
     "train --micro-batch-size 0": "--micro-batch-size 0: --micro-batch-size must be .* Try --micro-batch-size 1 or more",
     "train --tp 2 --sequence-parallel --seq 7": "--seq 7, --tp 2, --sequence-parallel: .* Use --seq 8, or no --sequence-parallel",
-    "train --model nope": ".*nope.* neither a known name nor a file. ",
+    "train --model nope": ".*nope.* neither a known name nor a file that exists. Use one of tiny,",
     "train --dtype fp16": "--dtype float16: fp16 needs loss scaling, .* Use --dtype bfloat16: same",
     "train --schedule zb": "--schedule zb: gpipe, 1f1b and interleaved are here; zero-bubble .* not available yet. Use --schedule 1f1b",
     "train --pp 2 --virtual-pp 2": "--schedule 1f1b, --virtual-pp 2: .* Use --schedule interleaved with --virtual-pp 2, or ",
@@ -151,7 +151,7 @@ REFUSALS = {
     "bench philox --json=": "argument --json: the name is empty; ",
     "bench nothing": "argument name: invalid choice: 'nothing' .* See pymesh3d bench --help",
     "nothing": "argument command: invalid choice: 'nothing'",
-    "": "the following arguments are required: command. See pymesh3d --help",
+    "bench": "the following arguments are required: name. See pymesh3d bench --help",
 }
 
 
@@ -175,6 +175,19 @@ def test_what_cannot_run_is_refused_in_one_line(
     pattern = "pymesh3d: " + re.escape(REFUSALS[line]).replace(r"\{tmp\}", re.escape(str(tmp_path))).replace(r"\.\*", ".*")
     assert re.match(pattern, err), err
     assert not (tmp_path / "new").exists()
+
+
+def test_compiled_layers_need_a_compiler(nothing_starts: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert cli.main(["train", "--tp", "2", "--compile", "--device", "cpu"]) == 2
+    expected = "pymesh3d: --compile: torch.compile cannot work here: there is no C++ compiler (g++, or what CXX names). "
+    assert capsys.readouterr().err == f"{expected}Install it, or leave --compile out\n"
+
+
+def test_the_command_alone_shows_what_there_is(nothing_starts: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    out, err = capsys.readouterr()
+    assert err == "" and all(f"\n    {command} " in out for command in ("train", "check", "draw", "bench", "env"))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,9 @@ Kernel files take `jit` and `tl` from here, so that they can be imported where t
 from __future__ import annotations
 
 import os
+import shutil
+import sysconfig
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +25,15 @@ except ImportError as error:
     _missing = str(error)
 
 
+def no_compiler(device: str) -> str:
+    """What is missing to compile for a device ("cpu" or "cuda") at run time, in words; empty if nothing is."""
+    if device == "cpu":  # torch.compile writes C++
+        return "" if shutil.which(os.environ.get("CXX", "g++")) else "there is no C++ compiler (g++, or what CXX names)"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "there is no C compiler (gcc, clang, or what CC names)"
+    return "" if Path(sysconfig.get_path("include"), "Python.h").is_file() else "Python's headers (Python.h) are not installed"
+
+
 def _decide() -> tuple[bool, bool, str]:
     """(kernels can run, by the interpreter, why): from what triton's own library was decorated with, since both must be alike."""
     if triton is None:
@@ -33,6 +45,8 @@ def _decide() -> tuple[bool, bool, str]:
         return False, False, f"triton was imported with TRITON_INTERPRET={int(interpreted)}, now it is {int(asked)}: {cure}"
     if interpreted:
         return True, True, f"triton {triton.__version__} interprets the kernels, which is for tests; on CPU plain torch computes"
+    if _has_gpu and (missing := no_compiler("cuda")):
+        return False, False, f"{missing}, with which triton {triton.__version__} builds what starts a kernel; plain torch runs instead"
     if _has_gpu:
         return True, False, f"triton {triton.__version__} compiles the kernels"
     return False, False, f"triton {triton.__version__} has no GPU to compile for and TRITON_INTERPRET=0 forbids to interpret"

@@ -25,6 +25,7 @@ from pymesh3d.models.llama import Llama
 from pymesh3d.planner.hardware import peak_flops
 from pymesh3d.planner.model import flops_per_token
 from pymesh3d.rendezvous import require_equal
+from pymesh3d.triton_kernels.backend import no_compiler
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

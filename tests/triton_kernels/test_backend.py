@@ -15,6 +15,18 @@ STATES = {  # name -> (what happens before the import, environment, a part of th
     "triton absent": ("import sys; sys.modules['triton'] = None", {}, "triton cannot be imported", False),
     "nothing set": ("", {}, "interprets the kernels", True),
     "interpreter forbidden": ("", {"TRITON_INTERPRET": "0"}, "forbids to interpret", False),
+    "no compiler on a GPU": (
+        "import torch; torch.cuda.is_available = lambda: True",
+        {"TRITON_INTERPRET": "0", "PATH": ""},
+        "no C compiler",
+        False,
+    ),
+    "no headers on a GPU": (
+        "import sysconfig, torch; torch.cuda.is_available = lambda: True; sysconfig.get_path = lambda *_, **__: '/nowhere'",
+        {"TRITON_INTERPRET": "0", "CC": "cc"},
+        "Python.h",
+        False,
+    ),
     "triton imported first": ("import triton", {}, "import pymesh3d before triton", False),
 }
 
