@@ -274,14 +274,8 @@ class Zero:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy what `state` gave back into place, and publish the parameters. All ranks must call."""
-        wanted = {f"master.{number}": master.shape for number, master in enumerate(self.masters)}
-        if {name: tensor.shape for name, tensor in tensors.items() if name.startswith("master.")} != wanted or "steps_taken" not in tensors:
-            raise ConfigError(
-                f"a state of {', '.join(tensors) or 'nothing'}",
-                f"it must hold steps_taken, {', '.join(f'{name} {list(shape)}' for name, shape in wanted.items())}",
-                "Load what state() gave on the same rank of the same mesh, with the same stage and bucket_elements",
-            )
+        """Copy what `state` gave back into place, and publish the parameters. All ranks must call. Raises ConfigError."""
+        self._require_fitting(tensors)
         self._take_over_written()  # so that it is not done later, to what is loaded here
         self.optimizer.state.clear()
         self.steps_taken = int(tensors["steps_taken"])
@@ -296,6 +290,26 @@ class Zero:
                 on_device = value.ndim > 0 or self.optimizer.defaults.get("fused")  # torch keeps step counts on the CPU otherwise
                 self.optimizer.state[master][key] = value.to(master.device if on_device else "cpu", copy=True)
         self.publish()
+
+    def _require_fitting(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        shapes = {str(number): master.shape for number, master in enumerate(self.masters)}
+        needed = {"steps_taken": torch.Size(), **{f"master.{number}": shape for number, shape in shapes.items()}}
+
+        def fits(name: str, tensor: torch.Tensor) -> bool:
+            if name in needed:
+                return tensor.shape == needed[name]
+            shape = shapes.get(name.rpartition(".")[2])
+            return shape is not None and (tensor.shape == shape or tensor.numel() == 1)
+
+        wrong = [f"without {name}" for name in needed if name not in tensors]
+        wrong += [f"with {name} {list(tensor.shape)}" for name, tensor in tensors.items() if not fits(name, tensor)]
+        if wrong:
+            raise ConfigError(
+                f"a state {', '.join(wrong)}",
+                f"it must hold {', '.join(f'{name} {list(shape)}' for name, shape in needed.items())}, and besides only what the optimizer "
+                f"keeps for one of them, as exp_avg.0 {list(shapes['0'])} or step.0 []",
+                "Load what state() gave on the same rank of the same mesh, with the same stage and bucket_elements",
+            )
 
 
 def _no_optimizer(given: str) -> ConfigError:

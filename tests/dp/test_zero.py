@@ -418,16 +418,35 @@ def test_after_an_optimizer_that_failed_training_goes_on(ranks: Ranks) -> None:
     assert ranks(1, after_a_failure) == [(["once", OPTIMIZER, f"reduce() {SUMMED}"], [-1.0])]
 
 
+FOREIGN = {
+    "master.7 [1]": {"master.7": torch.ones(1)},
+    "master.0 [3]": {"master.0": torch.ones(3)},
+    "master.0 []": {"master.0": torch.tensor(1.0)},
+    "steps_taken [2]": {"steps_taken": torch.ones(2)},
+    "exp_avg.9 [64], with exp_avg.-1 []": {"exp_avg.9": torch.ones(64), "exp_avg.-1": torch.tensor(1.0)},
+    "exp_avg.one [64], with exp_avg [64]": {"exp_avg.one": torch.ones(64), "exp_avg": torch.ones(64)},
+    "exp_avg.1 [32], with step.0 [0]": {"exp_avg.1": torch.ones(32), "exp_avg.0": torch.ones(64), "step.0": torch.ones(0)},
+}
+
+
 def foreign_states() -> list[str]:
     mesh = init_mesh(device="cpu")
     zero, texts = Zero(nn.Linear(3, 2), mesh, stage=1, optimizer=ADAMW, weight_decay=0.0), []
     good = {name: tensor.clone() for name, tensor in zero.state().items()}
+    zero.masters[0].data.fill_(5.0)
     zero.step()
-    for state in ({}, {**good, "master.7": torch.ones(1)}, {**good, "master.0": torch.ones(3)}):
+    before = {name: tensor.clone() for name, tensor in zero.state().items()}
+    for change in FOREIGN.values():
         with pytest.raises(ConfigError) as caught:
-            zero.load_state(state)
+            zero.load_state({**good, **change})
         texts.append(str(caught.value))
-    assert zero.steps_taken == 1
+    with pytest.raises(ConfigError) as caught:
+        zero.load_state({"exp_avg.1": torch.ones(64)})
+    texts.append(str(caught.value))
+    after = zero.state()
+    assert list(after) == list(before) and all(torch.equal(after[name], before[name]) for name in before), "it is left as it was"
+    zero.load_state(before)
+    assert all(torch.equal(zero.state()[name], before[name]) for name in before)
     zero.load_state(good)
     texts.append(str(sorted(zero.state()) == sorted(good)))
     mesh.close()
@@ -436,10 +455,11 @@ def foreign_states() -> list[str]:
 
 def test_a_state_of_something_else_is_refused(ranks: Ranks) -> None:
     """And one that has no moments yet leaves none."""
-    rule = "it must hold steps_taken, master.0 [64], master.1 [64]"
+    rule = "it must hold steps_taken [], master.0 [64], master.1 [64], and besides only what the optimizer keeps for one of them, as "
+    rule += "exp_avg.0 [64] or step.0 []"
     way = "Load what state() gave on the same rank of the same mesh, with the same stage and bucket_elements"
-    given = ["nothing", "steps_taken, master.0, master.1, master.7", "steps_taken, master.0, master.1"]
-    assert ranks(1, foreign_states) == [[*(f"a state of {names}: {rule}. {way}" for names in given), "True"]]
+    given = [*(f"with {names}" for names in FOREIGN), "without steps_taken, without master.0, without master.1"]
+    assert ranks(1, foreign_states) == [[*(f"a state {names}: {rule}. {way}" for names in given), "True"]]
 
 
 def reduced_twice(stage: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
