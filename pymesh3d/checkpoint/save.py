@@ -50,7 +50,8 @@ def _all_or_none(mesh: Mesh, temporary: Path, action: Callable[[], str]) -> list
 def _prepare(temporary: Path, final: Path) -> str:
     if final.exists():
         raise CheckpointError(f"{str(final)!r}", "exists already", "Choose another directory")
-    shutil.rmtree(temporary, ignore_errors=True)  # what a killed save left behind
+    for left in final.parent.glob("step-[0-9]*.tmp"):  # by saves that were killed
+        shutil.rmtree(left, ignore_errors=True)
     temporary.mkdir(parents=True)
     return ""
 

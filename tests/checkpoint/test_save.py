@@ -87,6 +87,20 @@ def test_a_killed_save_leaves_the_older_checkpoint(ranks: Ranks, fresh_ranks: Ra
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
 
 
+def test_the_next_save_of_any_step_clears_away_what_killed_ones_left(ranks: Ranks, tmp_path: Path) -> None:
+    """And nothing else."""
+    kept = ["step-00000001", "notes.tmp", "step-by-step.tmp"]
+    for name in (*kept, "step-00000003.tmp", "step-00000005.tmp", "step-100000000.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank-00002.safetensors").write_text("half of it")
+    (tmp_path / "step-00000007.tmp.log").write_text("")
+    ranks(2, write, str(tmp_path), 3)
+    assert {path.name for path in tmp_path.iterdir()} == {*kept, "step-00000003", "step-00000007.tmp.log"}
+    files = {path.name for path in (tmp_path / "step-00000003").iterdir()}
+    assert files == {"manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"}
+    assert ranks(2, read, str(tmp_path)) == [3, 3]
+
+
 def failing(directory: str, owner: str, name: str, rank: int, error: Exception) -> str:
     mesh = init_mesh(device="cpu")
 
