@@ -387,24 +387,6 @@ def test_autocast_reaches_the_products(ranks: Ranks) -> None:
     ranks(2, under_autocast)
 
 
-def second_derivatives() -> list[str]:
-    mesh = init_mesh(tp=1, dp=1, device="cpu")
-    texts = []
-    x = normal(T, K).requires_grad_()
-    for layer in (ColumnParallelLinear.from_linear(linear(K, N), mesh=mesh), RowParallelLinear.from_linear(linear(K, N), mesh=mesh)):
-        (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError) as refused:
-            grad.sum().backward()
-        texts.append(str(refused.value))
-    mesh.close()
-    return texts
-
-
-def test_second_derivatives_are_refused_rather_than_wrong(ranks: Ranks) -> None:
-    for text in ranks(1, second_derivatives)[0]:
-        assert "once_differentiable" in text
-
-
 def frozen() -> None:
     """With only some gradients asked for, no rank is left waiting, and nobody computes the others."""
     mesh = init_mesh(tp=2, dp=1, device="cpu")
