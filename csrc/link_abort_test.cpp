@@ -185,6 +185,7 @@ void watching_and_aborting_from_other_threads() {
     });
     std::string text;
     for (; text.empty(); ++made) text = text_of<NcclError>([&] { end.exchange(sent, received); });
+    made = 100;  // the other end may have been quicker
     EXPECT(has(text, "a transfer " + between(rank), text.find("process exited") == std::string::npos ? "has been aborted" : "peer"));
     abort.join();
     look.join();
