@@ -6,7 +6,6 @@ import dataclasses
 import datetime
 import itertools
 import time
-import weakref
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -18,8 +17,7 @@ from pymesh3d.errors import ConfigError, DistributedError
 ABORT = 2.0  # seconds that a transport has to give up
 TIMEOUT = datetime.timedelta(seconds=300)  # of a wait for other ranks, where no mesh says another
 
-_axes: weakref.WeakValueDictionary[str, Axis] = weakref.WeakValueDictionary()
-_axis_numbers = itertools.count()
+_numbers = itertools.count()  # so that no name is given twice
 
 
 class Watched(Protocol):
@@ -39,8 +37,8 @@ class Watched(Protocol):
 class Axis:
     """One rank's view of one mesh axis: its coordinate, the axis' size, and the ranks it talks to along it.
 
-    `key`: a text that stands for it where only texts may stand, as in operators; `Axis.by_key` finds it. While the host waits for the
-    GPU, it has an eye on those `watched`, and waits no longer than `timeout`.
+    `key`: a text that stands for it where only texts may stand, as in operators. While the host waits for the GPU, it has an eye on those
+    `watched`, and waits no longer than `timeout`.
     """
 
     name: str
@@ -52,13 +50,7 @@ class Axis:
     key: str = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "key", f"{self.name} {next(_axis_numbers)}")
-        _axes[self.key] = self
-
-    @staticmethod
-    def by_key(key: str) -> Axis:
-        """The axis whose `key` this is."""
-        return _axes[key]
+        object.__setattr__(self, "key", f"axis {self.name} ({next(_numbers)})")
 
     @property
     def size(self) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 
 import torch
 
-_buffers: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
+from pymesh3d.comm.registry import find, register
+
+_numbers = itertools.count()  # so that no name is given twice
 
 
 def attach_buffer(parameter: torch.nn.Parameter, buffer: torch.Tensor) -> None:
@@ -19,14 +19,21 @@ def attach_buffer(parameter: torch.nn.Parameter, buffer: torch.Tensor) -> None:
     compiler leaves out an operator of which nothing is used.
     """
     handle = next(_numbers)
-    _buffers[handle] = buffer
+    register(_name(handle), buffer)
     parameter.main_grad = buffer  # type: ignore[attr-defined]
     parameter.main_grad_handle = torch.tensor(float(handle), dtype=torch.float64, requires_grad=True)  # type: ignore[attr-defined]
 
 
 def buffer_of(handle: torch.Tensor | None) -> torch.Tensor | None:
     """The buffer for which a handle stands."""
-    return None if handle is None else _buffers[int(handle)]
+    if handle is None:
+        return None
+    buffer: torch.Tensor = find(_name(int(handle)))
+    return buffer
+
+
+def _name(handle: int) -> str:
+    return f"gradient buffer {handle}"
 
 
 def add_weight_grad(buffer: torch.Tensor | None, grad_out: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pymesh3d.axis import Axis
+from pymesh3d.comm.registry import find
 from pymesh3d.ops.accumulate import buffer_of
 from pymesh3d.ops.products import COLUMN, ROW, Product
 
@@ -28,12 +28,12 @@ def _define(name: str, product: Product, tokens: Callable[[int, int], int]) -> A
     """The operator `name`; `tokens(own, ranks)` of its output under sequence parallelism, from those of its input."""
 
     def run(x: Any, weight: Any, bias: Any, weight_handle: Any, bias_handle: Any, axis: str, sequence_parallel: bool) -> torch.Tensor:
-        return product.forward(x, weight, bias, Axis.by_key(axis), sequence_parallel).contiguous()  # as `shape` says
+        return product.forward(x, weight, bias, find(axis), sequence_parallel).contiguous()  # as `shape` says
 
     def shape(x: Any, weight: Any, bias: Any, weight_handle: Any, bias_handle: Any, axis: str, sequence_parallel: bool) -> torch.Tensor:
         sizes = list(x.shape[:-1])
         if sequence_parallel:
-            sizes[-1] = tokens(sizes[-1], Axis.by_key(axis).size)
+            sizes[-1] = tokens(sizes[-1], find(axis).size)
         return x.new_empty((*sizes, weight.shape[0]))
 
     def run_backward(
@@ -49,7 +49,7 @@ def _define(name: str, product: Product, tokens: Callable[[int, int], int]) -> A
         call: Any,
     ) -> tuple[torch.Tensor, ...]:
         buffers = buffer_of(weight_handle), buffer_of(bias_handle)
-        gradients = product.backward(grad_y, x, weight, bias, buffers, Axis.by_key(axis), sequence_parallel, needs)
+        gradients = product.backward(grad_y, x, weight, bias, buffers, find(axis), sequence_parallel, needs)
         return tuple(
             torch.zeros_like(handle) if handle is not None else x.new_empty(0) if gradient is None else gradient.contiguous()
             for gradient, handle in zip(gradients, (None, weight_handle, bias_handle), strict=True)

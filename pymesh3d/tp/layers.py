@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pymesh3d.axis import Axis
 from pymesh3d.comm.collectives import equalize_
+from pymesh3d.comm.registry import register
 from pymesh3d.config import require_flag, require_positive
 from pymesh3d.errors import ConfigError
 from pymesh3d.initial import fill_, materialize
@@ -44,6 +45,7 @@ class _Sharded(nn.Module):
         require_flag("sequence_parallel", sequence_parallel)
         self._sizes = tuple(sizes.values())
         self.axis = tp_axis(mesh)
+        register(self.axis.key, self.axis)
         self.sequence_parallel = sequence_parallel
         self._default_device = mesh.device if isinstance(mesh, Mesh) else None
 

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from pymesh3d.axis import Axis
+from pymesh3d.comm.registry import register
 from pymesh3d.engine import parallelize
+from pymesh3d.errors import ConfigError
 from pymesh3d.mesh import init_mesh
 from pymesh3d.models.llama import Llama
 from pymesh3d.ops import library
@@ -124,6 +126,7 @@ def test_what_a_compiled_layer_adds_twice_is_added_twice(kind: Any, first: bool)
 def test_operators_are_what_they_say(operator: Any, shape: tuple[int, ...]) -> None:
     """Shapes, gradients and what is changed, as torch checks them."""
     x = torch.randn(shape, dtype=DOUBLE, requires_grad=True)
+    register(ALONE.key, ALONE)
     weight, bias = nn.Parameter(torch.randn(8, 6, dtype=DOUBLE)), nn.Parameter(torch.randn(8, dtype=DOUBLE))
     torch.library.opcheck(operator, (x, weight, bias, None, None, ALONE.key, False))
     torch.library.opcheck(operator, (x, weight, None, None, None, ALONE.key, False))
@@ -157,3 +160,28 @@ def test_a_compiled_layer_of_the_model_is_one_graph(ranks: Ranks, sizes: dict[st
 def test_compiled_layers_drop_what_eager_ones_do(ranks: Ranks, recompute: str) -> None:
     for eager, compiled in ranks(2, block_by_block, {"tp": 2}, 0.3, recompute):
         assert compiled == pytest.approx(eager, rel=1e-13)
+
+
+def after_closing() -> list[str]:
+    """What a compiled layer says whose mesh is closed, and a graph of one that is gone altogether."""
+    mesh = init_mesh(tp=2, device="cpu")
+    pair = Pair(mesh, sequence_parallel=False)
+    torch.compiler.reset()  # a process compiles a function for so many cases only
+    compiled, x = torch.compile(pair, **FULLGRAPH), torch.ones(4, 6, dtype=DOUBLE)
+    compiled(x)
+    mesh.close()
+    told = []
+    for call in (lambda: compiled(x), lambda: library.row_linear(x, x, None, None, None, "axis tp (-1)", False)):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        told.append(str(caught.value))
+    return told
+
+
+def test_a_layer_of_a_closed_mesh_names_its_axis(ranks: Ranks) -> None:
+    for closed, gone in ranks(2, after_closing):
+        assert closed == "axis tp of a closed mesh: its ranks no longer talk to each other. Call mesh.close() last"
+        assert gone == (
+            "axis tp (-1) in a compiled layer: it is gone with its mesh or its optimizer, or was of another process. "
+            "Make the layer again, on a mesh that is open, and compile that"
+        )
