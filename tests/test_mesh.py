@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import socket
 import threading
@@ -15,11 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from pymesh3d import mesh as mesh_module
-from pymesh3d import rendezvous
-from pymesh3d.axis import Axis, named
+from pymesh3d.axis import Axis
 from pymesh3d.comm.collectives import all_reduce_
 from pymesh3d.config import AXES, Layout, ModelConfig
 from pymesh3d.engine import parallelize
@@ -265,17 +263,6 @@ def test_a_closed_mesh_leaves_no_threads_that_could_outlive_the_interpreter() ->
     assert launch(["-c", script], 2) == 0
 
 
-SOON = datetime.timedelta(seconds=0.2)
-
-
-def test_a_meeting_can_be_tried_again() -> None:
-    store = HashStore()
-    with pytest.raises(RuntimeError, match=r"ranks \[1\] have not come"):
-        rendezvous._meet(store, 0, 2, SOON)
-    PrefixStore("meeting 1", store).set("rank 1 is here", "")
-    rendezvous._meet(store, 0, 2, SOON)
-
-
 def with_another_version(odd: int) -> tuple[str, bool]:
     """The error of every rank when one runs another version, and whether torch.distributed is left as it was."""
     kept = mesh_module.__version__
@@ -297,35 +284,6 @@ def test_another_version_is_named_on_every_rank(ranks: Ranks, world: int) -> Non
         f"rank 1 has 'pymesh3d 9.9, torch {torch_version}'. Install and start the same everywhere"
     )
     assert ranks(world, with_another_version, 1) == [(text, True)] * world
-
-
-def makes_no_mesh() -> str:
-    """Rank 1 comes to none the first time, and both to the second."""
-    told = ""
-    if dist.get_rank() == 0:
-        with pytest.raises(DistributedError) as caught:
-            init_mesh(device="cpu", timeout_s=0.5)
-        told = str(caught.value)
-    dist.barrier()
-    init_mesh(device="cpu", timeout_s=20.0).close()
-    return told
-
-
-def test_a_rank_that_makes_no_mesh_is_named(ranks: Ranks) -> None:
-    assert ranks(2, makes_no_mesh)[0] == (
-        "rank 0 of 2 could not make a mesh with the others within 0.5 s: ranks [1] have not come. "
-        "All ranks must make the same meshes; if some are missing, look at their own output"
-    )
-
-
-def test_a_failure_that_is_no_peers_keeps_its_words() -> None:
-    axis = Axis("dp", 0, (0, 1), None)  # type: ignore[arg-type]
-    for error in (torch.OutOfMemoryError("no room"), DistributedError("rank 1 is gone")):
-        with pytest.raises(type(error), match=f"^{error}$"), named("all-reduce", axis):
-            raise error
-    text = r"rank 0: all-reduce over axis dp with ranks \[1\] failed after 0\.\d s: reset\. One of these ranks"
-    with pytest.raises(DistributedError, match=text), named("all-reduce", axis):
-        raise RuntimeError("reset")
 
 
 def limits() -> list[float]:
@@ -450,6 +408,33 @@ def test_process_groups_are_aborted_at_a_time_and_once(monkeypatch: pytest.Monke
     never.set()
     assert groups.abort(20)
     assert sorted(told) == [0, 1, 2]
+
+
+def connected() -> list[tuple[int, ...]]:
+    """The groups of this rank, in order, that a mesh of GPUs uses when it is made, and for a subgroup."""
+    used = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name, stand_in in {
+            "_device": lambda _: torch.device("cuda", 0),
+            "nvidia_links": dict,
+            "physical_device": lambda _: dist.get_rank(),
+            "DeviceMesh": SimpleNamespace(from_group=lambda *_, **__: None),
+        }.items():
+            patch.setattr(mesh_module, name, stand_in)
+        patch.setattr(mesh_module.Mesh, "_warn_of_slow_tp", lambda _: None)
+        patch.setattr(torch, "zeros", lambda *_, **__: torch.ones(1))
+        patch.setattr(dist, "all_reduce", lambda _, group: used.append(tuple(dist.get_process_group_ranks(group))))
+        mesh = init_mesh(tp=2, dp=2)
+        mesh.select(mesh.dp, (1, 0))
+    mesh.close()
+    return used
+
+
+def test_every_group_of_gpus_is_used_before_a_step(ranks: Ranks) -> None:
+    """NCCL connects it then. In a step, where kernels wait for peers, that could wait for ever."""
+    assert ranks(4, connected) == [
+        [(0, 1, 2, 3), (row, row + 2), (line, line + 1), (row, row + 2)] for line, row in ((0, 0), (0, 1), (2, 0), (2, 1))
+    ]
 
 
 class Aborted(SimpleNamespace):
