@@ -160,7 +160,7 @@ def launch_statistics(
     logits: torch.Tensor, target: torch.Tensor, *, start: int, valid: int, vocab: int, smoothed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`statistics` by the kernel, whatever the device (on CPU by the interpreter)."""
-    maximum, sums = _results(logits, valid, smoothed)
+    maximum, sums = _results(logits, target, valid, smoothed)
     rows, cols = logits.shape
     if rows == 0:
         return maximum, sums
@@ -188,7 +188,7 @@ def launch_gradient(
     smoothing: float,
 ) -> torch.Tensor:
     """`gradient` by the kernel, whatever the device (on CPU by the interpreter)."""
-    rows, cols = _checked(logits, valid)
+    rows, cols = _checked(logits, valid, target, maximum, total, grad_loss)
     grad = torch.empty((rows, cols), dtype=logits.dtype, device=logits.device)
     if grad.numel() == 0:
         return grad
@@ -207,7 +207,7 @@ def statistics_ref(
     logits: torch.Tensor, target: torch.Tensor, *, start: int, valid: int, vocab: int, smoothed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`statistics` in plain torch, on any device."""
-    maximum, sums = _results(logits, valid, smoothed)
+    maximum, sums = _results(logits, target, valid, smoothed)
     sums[1] = torch.where((target >= 0) & (target < vocab), 0.0, torch.nan)
     if valid == 0:
         maximum.fill_(-torch.inf)
@@ -240,7 +240,7 @@ def gradient_ref(
     smoothing: float,
 ) -> torch.Tensor:
     """`gradient` in plain torch, on any device."""
-    grad = torch.empty(_checked(logits, valid), dtype=logits.dtype, device=logits.device)
+    grad = torch.empty(_checked(logits, valid, target, maximum, total, grad_loss), dtype=logits.dtype, device=logits.device)
     grad[:, valid:] = 0
     if valid == 0:
         return grad
@@ -261,16 +261,21 @@ def gradient_ref(
     return grad
 
 
-def _checked(logits: torch.Tensor, valid: int) -> tuple[int, int]:
+def _checked(logits: torch.Tensor, valid: int, target: torch.Tensor, *numbers: torch.Tensor) -> tuple[int, int]:
+    """(rows, columns), where all of `target` and `numbers` have one entry a row."""
     rows, cols = logits.shape
+    compute = compute_dtype(logits.dtype)
     assert cols <= 1 or logits.stride(1) == 1, f"columns must be contiguous, these have strides {logits.stride()}"
     assert 0 <= valid <= cols < 2**31 - RUNS * RUN, f"{valid} valid columns of {cols}"
+    assert target.shape == (rows,) and target.dtype == torch.int64, f"target {tuple(target.shape)} of {target.dtype} for {rows} rows"
+    for x in numbers:
+        assert x.shape == (rows,) and x.dtype == compute, f"numbers {tuple(x.shape)} of {x.dtype} for {rows} rows computed in {compute}"
     return rows, cols
 
 
-def _results(logits: torch.Tensor, valid: int, smoothed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _results(logits: torch.Tensor, target: torch.Tensor, valid: int, smoothed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Room for the maximum and the sums of each row."""
-    rows, _ = _checked(logits, valid)
+    rows, _ = _checked(logits, valid, target)
     compute = compute_dtype(logits.dtype)
     maximum = torch.empty(rows, dtype=compute, device=logits.device)
     return maximum, torch.empty(3 if smoothed else 2, rows, dtype=compute, device=logits.device)

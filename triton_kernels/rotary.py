@@ -91,7 +91,7 @@ def rotary_backward(grad_q: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Te
 
 def launch(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, kv_heads: int) -> QKV:
     """`rotary` by the kernel, whatever the device (on CPU by the interpreter)."""
-    shapes = _shapes(x, cos, sin, heads, kv_heads)
+    shapes = _shapes(x.shape, x.dtype, cos, sin, heads, kv_heads)
     q, k, v = (torch.empty(shape, dtype=x.dtype, device=x.device) for shape in shapes)
     _launch(x.contiguous(), q, k, v, cos, sin, backward=False)
     return q, k, v
@@ -99,12 +99,7 @@ def launch(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, kv
 
 def launch_backward(grad_q: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """`rotary_backward` by the kernel, whatever the device."""
-    seq, batch, heads, head_dim = grad_q.shape
-    width = (heads + 2 * grad_k.shape[2]) * head_dim
-    grad_x = torch.empty(seq * batch, width, dtype=grad_q.dtype, device=grad_q.device)
-    shapes = _shapes(grad_x, cos, sin, heads, grad_k.shape[2])
-    given = [tuple(grad.shape) for grad in (grad_q, grad_k, grad_v)]
-    assert given == shapes, f"gradients {given} where {shapes} belong to the angles"
+    grad_x = torch.empty(_size(grad_q, grad_k, grad_v, cos, sin), dtype=grad_q.dtype, device=grad_q.device)
     grad_q, grad_k, grad_v = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in (grad_q, grad_k, grad_v))
     _launch(grad_x, grad_q, grad_k, grad_v, cos, sin, backward=True)
     return grad_x
@@ -129,7 +124,7 @@ def _launch(
 
 def rotary_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, kv_heads: int) -> QKV:
     """`rotary` in plain torch."""
-    (seq, batch, _, head_dim), *_ = _shapes(x, cos, sin, heads, kv_heads)
+    (seq, batch, _, head_dim), *_ = _shapes(x.shape, x.dtype, cos, sin, heads, kv_heads)
     q, k, v = x.view(seq, batch, heads + 2 * kv_heads, head_dim).split((heads, kv_heads, kv_heads), dim=2)
     return _turned(q, cos, sin), _turned(k, cos, sin), v.clone(memory_format=torch.contiguous_format)
 
@@ -138,16 +133,32 @@ def rotary_backward_ref(
     grad_q: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
     """`rotary_backward` in plain torch."""
+    _size(grad_q, grad_k, grad_v, cos, sin)
     return torch.cat((_turned(grad_q, cos, -sin), _turned(grad_k, cos, -sin), grad_v), dim=2).flatten(2).flatten(0, 1).contiguous()
 
 
-def _shapes(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, kv_heads: int) -> list[tuple[int, ...]]:
-    """Those of q, k and v."""
+def _shapes(
+    size: tuple[int, ...], dtype: torch.dtype, cos: torch.Tensor, sin: torch.Tensor, heads: int, kv_heads: int
+) -> list[tuple[int, ...]]:
+    """Those of q, k and v, parts of a projection of this size."""
+    rows, width = size
     seq, half = cos.shape
-    rows, width = x.shape
-    assert sin.shape == cos.shape and cos.dtype == sin.dtype == compute_dtype(x.dtype), f"angles {cos.shape} {cos.dtype} for {x.dtype}"
-    assert rows % max(seq, 1) == 0 and width == (heads + 2 * kv_heads) * 2 * half, f"{rows} x {width} for {seq} positions, {heads} heads"
-    return [(seq, rows // max(seq, 1), count, 2 * half) for count in (heads, kv_heads, kv_heads)]
+    batch = rows // max(seq, 1)
+    assert sin.shape == cos.shape and cos.dtype == sin.dtype == compute_dtype(dtype), f"angles {cos.shape} {cos.dtype} for {dtype}"
+    assert rows == seq * batch and width == (heads + 2 * kv_heads) * 2 * half, f"{rows} x {width} for {seq} positions, {heads} heads"
+    return [(seq, batch, count, 2 * half) for count in (heads, kv_heads, kv_heads)]
+
+
+def _size(grad_q: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[int, int]:
+    """That of the projection whose parts have these gradients."""
+    seq, batch, heads, head_dim = grad_q.shape
+    kv_heads = grad_k.shape[2]
+    size = seq * batch, (heads + 2 * kv_heads) * head_dim
+    shapes = _shapes(size, grad_q.dtype, cos, sin, heads, kv_heads)
+    given = [tuple(grad.shape) for grad in (grad_q, grad_k, grad_v)]
+    assert given == shapes, f"gradients {given} where {shapes} belong to the angles"
+    assert grad_q.dtype == grad_k.dtype == grad_v.dtype, f"gradients of {grad_q.dtype}, {grad_k.dtype} and {grad_v.dtype}"
+    return size
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -83,6 +83,43 @@ def test_loss_and_gradient_are_those_of_torch(ranks: Ranks, world: int) -> None:
     assert losses == [losses[0]] * world, "the same bits on every rank"
 
 
+ALONE = Axis("tp", 0, (0,), None)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("target", [ENDS, [0, 3, -100, 4, 7, -100, 1, 6]])
+def test_targets_may_have_32_bits(dtype: torch.dtype, smoothing: float, target: list[int]) -> None:
+    logits, reference = (normal(8, V).requires_grad_() for _ in range(2))
+    loss = vocab_parallel_cross_entropy(logits, torch.tensor(target, dtype=dtype), label_smoothing=smoothing, mesh=ALONE)
+    expected = F.cross_entropy(reference, torch.tensor(target), label_smoothing=smoothing)
+    loss.backward()
+    expected.backward()
+    assert_near({"loss": loss.detach(), "logits": logits.grad}, {"loss": expected.detach(), "logits": reference.grad})
+
+
+@pytest.mark.parametrize("order", [(1, 2, 0), (2, 0, 1), (1, 0, 2)])  # of the dims in memory
+def test_logits_of_any_strides(order: tuple[int, ...]) -> None:
+    back, shape, target = [order.index(dim) for dim in range(3)], (2, 4, V), torch.tensor(ENDS).view(2, 4)
+    logits = normal(*(shape[dim] for dim in order)).permute(back).requires_grad_()
+    reference = logits.detach().clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy(logits, target, mesh=ALONE)
+    expected = F.cross_entropy(reference.flatten(0, 1), target.flatten())
+    loss.backward()
+    expected.backward()
+    assert_near({"loss": loss.detach(), "logits": logits.grad}, {"loss": expected.detach(), "logits": reference.grad})
+
+
+@pytest.mark.parametrize("logits", [normal(0, V), normal(V, 3).t()[:0]], ids=["packed", "columns apart"])
+def test_the_loss_of_no_rows_is_0(logits: torch.Tensor) -> None:
+    for reduction, expected in (("none", []), ("mean", 0.0), ("sum", 0.0)):
+        leaf = logits.detach().requires_grad_()
+        loss = vocab_parallel_cross_entropy(leaf, torch.zeros(0, dtype=torch.int64), reduction=reduction, mesh=ALONE)
+        loss.sum().backward()
+        assert loss.tolist() == expected
+        assert leaf.grad is not None and leaf.grad.shape == (0, V)
+
+
 def all_ignored() -> list[float]:
     mesh = init_mesh(tp=2, dp=1, device="cpu")
     target = torch.full((6,), -100)

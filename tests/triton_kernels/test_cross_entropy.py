@@ -158,6 +158,44 @@ def test_without_rows_or_columns(run: Any, rows: int, cols: int) -> None:
 
 
 @pytest.mark.parametrize("run", BOTH)
+def test_numbers_of_any_strides_are_read(run: Any) -> None:
+    """One of the arguments at a time has other numbers between its own."""
+    logits, target = part(4, 9, 9, 0, torch.float32)
+    target[:] = torch.tensor([3, 8, 0, 5])
+    options = {"start": 0, "valid": 9, "vocab": 9}
+    maximum, sums = run[0](logits, target, **options, smoothed=True)
+    found = run[0](logits, apart(target), **options, smoothed=True)
+    assert torch.equal(found[0], maximum) and torch.equal(found[1], sums)
+
+    numbers = target, maximum, sums[0], torch.linspace(1, 2, 4, device=DEVICE)
+    grad = run[1](logits, *numbers, **options, ignore_index=-1, smoothing=0.1)
+    for place in range(4):
+        changed = [apart(x) if place == i else x for i, x in enumerate(numbers)]
+        assert torch.equal(run[1](logits, *changed, **options, ignore_index=-1, smoothing=0.1), grad)
+
+
+def apart(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack((x, x + 1), 1)[:, 0]
+
+
+@pytest.mark.parametrize("run", BOTH)
+def test_what_does_not_belong_to_the_rows_is_refused(run: Any) -> None:
+    logits, target = part(4, 9, 9, 0, torch.bfloat16)
+    options = {"start": 0, "valid": 9, "vocab": 9}
+    for wrong in (target[:2], target[:1], target[:, None], target.int(), target.float()):
+        with pytest.raises(AssertionError, match=r"target .* for 4 rows"):
+            run[0](logits, wrong, **options, smoothed=False)
+        with pytest.raises(AssertionError, match=r"target .* for 4 rows"):
+            run[1](logits, wrong, *torch.ones(3, 4, device=DEVICE), **options, ignore_index=-1, smoothing=0.1)
+    one = torch.ones(4, device=DEVICE)
+    for wrong in (one[:2], one[:1], one[0], one[:, None], one.bfloat16(), one.double()):
+        for place in range(3):
+            numbers = [wrong if place == i else one for i in range(3)]
+            with pytest.raises(AssertionError, match=r"numbers .* for 4 rows computed in torch.float32"):
+                run[1](logits, target, *numbers, **options, ignore_index=-1, smoothing=0.1)
+
+
+@pytest.mark.parametrize("run", BOTH)
 @pytest.mark.parametrize("cols", [3, BLOCK + 9])
 def test_a_part_in_which_nothing_is_possible_adds_nothing(run: Any, cols: int) -> None:
     logits = torch.full((2, cols), -math.inf, device=DEVICE)

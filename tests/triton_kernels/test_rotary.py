@@ -88,6 +88,23 @@ def test_gradients_of_any_strides_are_read(forms: Forms, order: tuple[int, ...])
     assert all(map(torch.equal, grads, before))
 
 
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """The same, with other numbers between its elements."""
+    return torch.stack((x, x + 1), -1)[..., 0]
+
+
+@pytest.mark.parametrize("forms", BOTH)
+def test_projections_and_angles_of_any_strides_are_read(forms: Forms) -> None:
+    x, rope = noise(10, 64), rope_of((5, 2, 4, 2, 8), torch.float32)
+    expected = forms[0](x, *rope, 4, 2)
+    for strided in (apart(x), x.t().contiguous().t()):
+        assert all(map(torch.equal, forms[0](strided, *rope, 4, 2), expected))
+    grad_x = forms[1](*expected, *rope)
+    for cos, sin in ((apart(rope[0]), rope[1]), (rope[0], apart(rope[1]))):
+        assert all(map(torch.equal, forms[0](x, cos, sin, 4, 2), expected))
+        assert torch.equal(forms[1](*expected, cos, sin), grad_x)
+
+
 @pytest.mark.parametrize("forms", BOTH)
 def test_gradients_of_samples_side_by_side_give_a_contiguous_one(forms: Forms) -> None:
     sizes: Sizes = (1, 3, 4, 2, 8)
@@ -96,15 +113,41 @@ def test_gradients_of_samples_side_by_side_give_a_contiguous_one(forms: Forms) -
 
 
 @pytest.mark.parametrize("forms", BOTH)
+def test_without_positions_there_is_nothing(forms: Forms) -> None:
+    cos, sin = rope_of((0, 2, 4, 2, 8), torch.float32)
+    parts = forms[0](noise(0, 64), cos, sin, 4, 2)
+    assert [part.shape for part in parts] == [(0, 0, 4, 8), (0, 0, 2, 8), (0, 0, 2, 8)]
+    assert forms[1](*parts, cos, sin).shape == (0, 64)
+
+
+@pytest.mark.parametrize("forms", BOTH)
 def test_sizes_that_do_not_belong_together_are_refused(forms: Forms) -> None:
-    cos, sin = rope_of((4, 2, 4, 2, 8), torch.float32)
-    for x, heads in ((noise(6, 64), 4), (noise(8, 64), 5), (noise(8, 64).double(), 4)):
+    cos, sin = rope = rope_of((4, 2, 4, 2, 8), torch.float32)
+    misfits = [(cos[:3], sin[:3]), (cos[:0], sin[:0]), (cos, sin[:1]), (cos.double(), sin.double()), (cos, sin.double())]
+    x = noise(8, 64)
+    for wrong, heads, turns in (
+        (noise(6, 64), 4, rope),
+        (x, 5, rope),
+        (x.double(), 4, rope),
+        *((x, 4, misfit) for misfit in misfits),
+    ):
         with pytest.raises(AssertionError, match=r"angles|positions"):
-            forms[0](x, cos, sin, heads, 2)
-    grads = noise(4, 2, 4, 8), noise(4, 2, 2, 8), noise(4, 2, 2, 8)
-    for changed in ((grads[0][:3], *grads[1:]), (grads[0], grads[1], grads[2][:, :1]), (grads[0][..., :6], *grads[1:])):
-        with pytest.raises((AssertionError, RuntimeError)):
-            forms[1](*changed, cos, sin)
+            forms[0](wrong, *turns, heads, 2)
+    q, k, v = noise(4, 2, 4, 8), noise(4, 2, 2, 8), noise(4, 2, 2, 8)
+    for grads, turns in (
+        ((q[:3], k, v), rope),
+        ((q, k, v[:, :1]), rope),
+        ((q[..., :6], k, v), rope),
+        ((q, k, v[:, :, :1]), rope),
+        ((q, k[:, :, :1], v), rope),
+        ((q, k.bfloat16(), v), rope),
+        ((q, k, v.double()), rope),
+        ((q.bfloat16(), k, v), rope),
+        *(((q, k, v), misfit) for misfit in [*misfits, (cos[:1], sin[:1])]),
+        ((q.bfloat16(), k.bfloat16(), v.bfloat16()), (cos.double(), sin.double())),
+    ):
+        with pytest.raises(AssertionError, match=r"angles|positions|gradients of"):
+            forms[1](*grads, *turns)
 
 
 @needs_kernels

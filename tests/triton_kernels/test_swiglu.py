@@ -97,6 +97,8 @@ def test_what_has_no_two_halves_is_refused(forms: Forms) -> None:
         (noise(2, 5), noise(2, 2)),
         (noise(2, 6), noise(2, 2)),
         (noise(2, 6), noise(1, 3)),
+        (noise(2, 6), noise(3, 2)),
+        (noise(2, 6), noise(6)),
         (torch.ones(2, 6).long(), noise(2, 3)),
     ):
         with pytest.raises(AssertionError, match=r"gate and up|a gradient"):
@@ -119,6 +121,8 @@ def test_autograd_eager_and_compiled() -> None:
     torch.library.opcheck(torch.ops.pymesh3d.swiglu.default, (x,))
     expanded = noise(1, dtype=torch.float64).expand(2, 3, 5)  # the gradient of a sum
     torch.library.opcheck(torch.ops.pymesh3d.swiglu_backward.default, (expanded, x.detach()))
+    lying = noise(10, 3, dtype=torch.float64).t()
+    torch.library.opcheck(torch.ops.pymesh3d.swiglu_backward.default, (noise(3, 5, dtype=torch.float64), lying))
     for run in (differentiable, torch.compile(differentiable, fullgraph=True, backend="aot_eager")):
         y, grad_y = run(x), noise(2, 3, 5, dtype=torch.float64, seed=1)
         found = y.detach(), *torch.autograd.grad(y, x, grad_y)
