@@ -177,6 +177,14 @@ def test_what_cannot_run_is_refused_in_one_line(
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("given", [None, "ACTIVE"])
+def test_threads_that_wait_do_not_spin_unless_told_to(given: str | None) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | ({"OMP_WAIT_POLICY": given} if given else {})
+    script = "import os, pymesh3d.__main__; print(os.environ['OMP_WAIT_POLICY'])"
+    done = subprocess.run([sys.executable, "-c", script], env=env, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == (given or "PASSIVE"), done.stderr
+
+
 def test_compiled_layers_need_a_compiler(nothing_starts: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PATH", "")
     assert cli.main(["train", "--tp", "2", "--compile", "--device", "cpu"]) == 2
