@@ -5,6 +5,7 @@ turns compiler warnings into errors and a failed build of the extension into a f
 """
 
 import contextlib
+import hashlib
 import importlib.util
 import os
 from pathlib import Path
@@ -29,10 +30,17 @@ def pybind11_headers() -> "str | None":
 
 
 class BuildCore(build_ext):
-    """Builds the extension with the package's version inside, and says so plainly where it cannot be built."""
+    """Builds the extension with the package's version and a digest of its own sources inside; says plainly where it cannot be built."""
 
     def build_extension(self, ext: Extension) -> None:
-        ext.define_macros.append(("PYMESH3D_VERSION", f'"{self.distribution.get_version()}"'))
+        self.force = True  # by their times, older sources and another version would count as built
+        files = [Path(name) for name in sorted([*ext.sources, *ext.depends])]
+        inside = {
+            "VERSION": self.distribution.get_version(),
+            "SOURCES": " ".join(file.name for file in files),
+            "DIGEST": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest(),
+        }
+        ext.define_macros += [(f"PYMESH3D_{name}", f'"{value}"') for name, value in inside.items()]
         super().build_extension(ext)
 
     def run(self) -> None:

@@ -57,6 +57,8 @@ std::pair<std::uint64_t, std::uint64_t> transfer(Link& link, std::uintptr_t sent
 PYBIND11_MODULE(_C, module) {
   module.doc() = "The compiled part of pymesh3d. It knows integers, pointers and streams; no tensors, no mesh.";
   module.attr("version") = PYMESH3D_VERSION;
+  module.attr("sources") = PYMESH3D_SOURCES;
+  module.attr("digest") = PYMESH3D_DIGEST;
 
   py::class_<Probe>(module, "Probe", "What was found of a shared library.")
       .def_readonly("path", &Probe::path)

@@ -142,7 +142,7 @@ void Link::give_up(double patience, const std::string& reason) noexcept {
 void Link::close() noexcept {
   end_watch();
   const std::lock_guard<std::mutex> lock(mutex_);
-  closed_ = communicator_.close() && *finished_ == started_;
+  if (!closed_) closed_ = communicator_.close() && *finished_ == started_;
 }
 
 }  // namespace pymesh3d

@@ -13,22 +13,15 @@ using std::chrono::milliseconds;
 
 namespace {
 
-bool has_gone(const Link& link) {
-  const std::string text = text_of<NcclError>([&] { link.check(); });
-  return text.find("has been aborted") != std::string::npos || text.find("process exited") != std::string::npos;
-}
-
 void lost_peer_is_noticed_and_abort_ends_the_wait() {
   const int status = in_processes([](const Machine& machine, int rank) {
-    End end(machine, rank);
     Numbers numbers(100, rank);
+    End end(machine, rank);
     end.wait_for(rank ? end.send(numbers) : end.receive(numbers));
     if (rank == 1) raise(SIGKILL);
     end.link.check();
     const auto number = end.receive(numbers);
-    std::string text;
-    while (text.empty()) text = text_of<NcclError>([&] { end.link.check(); });
-    EXPECT(has(text, "what was under way between rank 4 and rank 5 failed: remote process exited (6): the peer has closed"));
+    EXPECT(has(end.trouble(), "what was under way between rank 4 and rank 5 failed: remote process exited (6): the peer has closed"));
     EXPECT(end.link.abort(soon));
     end.wait_for(number);
   });
@@ -37,8 +30,8 @@ void lost_peer_is_noticed_and_abort_ends_the_wait() {
 
 void lost_peer_was_waited_for_so_long() {
   in_processes([](const Machine& machine, int rank) {
-    End end(machine, rank);
     Numbers numbers(100, rank);
+    End end(machine, rank);
     end.wait_for(rank ? end.send(numbers) : end.receive(numbers));
     if (rank == 1) {
       std::this_thread::sleep_for(milliseconds(500));
@@ -80,8 +73,8 @@ void abort_ends_every_wait() {
 // Nobody looks and nobody aborts: the host waits for the stream.
 void transfer_that_never_comes_is_given_up() {
   in_threads([](const Machine& machine, int rank) {
-    End end(machine, rank, {0, 0, 0.5});
     Numbers numbers(100);
+    End end(machine, rank, {0, 0, 0.5});
     if (rank == 0) end.link.join(end.receive(numbers), end.computing.stream);
     const double waited = seconds_of([&] { end.computing.synchronize(); });
     EXPECT(rank == 1 ? waited < 0.4 : 0.4 < waited && waited < 5.0);
@@ -97,8 +90,8 @@ void transfer_that_never_comes_is_given_up() {
 // Each transfer has the time for itself.
 void slow_transfers_are_not_given_up() {
   in_threads([](const Machine& machine, int rank) {
-    End end(machine, rank, {0, 0, 0.5});
     std::vector<Numbers> received(8, Numbers(10));
+    End end(machine, rank, {0, 0, 0.5});
     for (Numbers& numbers : received) {
       if (rank == 0) end.receive(numbers);
       if (rank == 1) end.computing.run([] { std::this_thread::sleep_for(milliseconds(200)); });
@@ -113,14 +106,12 @@ void slow_transfers_are_not_given_up() {
 // The host is stuck in a call that makes a transfer, and so holds the link.
 void call_that_is_stuck_is_given_up() {
   in_threads([](const Machine& machine, int rank) {
-    End end(machine, rank, {0, 0, 0.3});
     Numbers numbers(100);
+    End end(machine, rank, {0, 0, 0.3});
     if (rank == 1) return std::this_thread::sleep_for(milliseconds(2200));
     machine.hang("ncclSend", 1800);
     std::thread look([&] {
-      std::string text;
-      EXPECT(seconds_of([&] { while (text.empty()) text = text_of<NcclError>([&] { end.link.check(); }); }) < 1.6);
-      EXPECT(has(text, "transfer 1 has not finished within 0.3"));
+      EXPECT(seconds_of([&] { EXPECT(has(end.trouble(), "transfer 1 has not finished within 0.3")); }) < 1.6);
     });
     EXPECT(!text_of<NcclError>([&] { end.send(numbers); }).empty());
     look.join();
@@ -150,6 +141,41 @@ void abort_does_not_wait_for_a_stuck_call() {
   });
 }
 
+// Half the time, if that is less, is for the stuck call to end.
+void abort_of_a_stuck_call_keeps_to_its_limit() {
+  with_silent_peer([](const Machine& machine, std::optional<End>& end) {
+    const Numbers numbers(100);
+    machine.hang("ncclSend", 1500);
+    std::thread stuck([&] {
+      machine.use_context();
+      EXPECT(has(text_of<NcclError>([&] { end->send(numbers); }), "a transfer between rank 4 and rank 5"));
+    });
+    std::this_thread::sleep_for(milliseconds(100));
+    EXPECT(seconds_of([&] { end->link.abort(0.02); }) < 0.5);
+    EXPECT(end->link.abort(soon));
+    stuck.join();
+  });
+}
+
+// The watch learns of an error while a thread is in NCCL.
+void error_lets_a_call_end() {
+  const int status = in_processes([](const Machine& machine, int rank) {
+    Numbers numbers(100);
+    End end(machine, rank);
+    if (rank == 1) return end.receive(numbers), end.receive(numbers), end.trouble(), void();
+    machine.hang("ncclSend", 250);
+    std::thread fails([&] {
+      std::this_thread::sleep_for(milliseconds(50));
+      machine.fail("ncclCommGetAsyncError", 1);
+    });
+    EXPECT(text_of<NcclError>([&] { end.send(numbers); }).empty());
+    fails.join();
+    EXPECT(has(end.trouble(), "ncclCommGetAsyncError between rank 4 and rank 5 failed: ", "was told to fail"));
+    EXPECT(end.link.abort(soon));
+  });
+  EXPECT(status == 0);
+}
+
 // A thread makes one transfer after the other, and is nearly always in NCCL.
 void abort_lets_a_call_end_and_no_other_begin() {
   with_silent_peer([](const Machine& machine, std::optional<End>& end) {
@@ -172,15 +198,16 @@ void abort_lets_a_call_end_and_no_other_begin() {
 // One thread makes transfers, one looks at the link, one aborts it.
 void watching_and_aborting_from_other_threads() {
   in_threads([](const Machine& machine, int rank) {
-    End end(machine, rank);
     const Numbers sent(10);
     Numbers received(10);
+    End end(machine, rank);
     std::atomic<int> made = 0;
     std::thread look([&] {
-      while (!has_gone(end.link)) end.link.finished();
+      const std::string text = end.trouble();
+      EXPECT(text.find("has been aborted") != std::string::npos || has(text, "process exited"));
     });
     std::thread abort([&] {
-      while (made < 100) std::this_thread::yield();
+      while (made < 100) std::this_thread::sleep_for(milliseconds(1));
       EXPECT(end.link.abort(soon));
     });
     std::string text;
@@ -194,9 +221,9 @@ void watching_and_aborting_from_other_threads() {
 
 void errors_name_call_rank_and_reason() {
   const int status = in_processes([](const Machine& machine, int rank) {
-    End end(machine, rank);
     const Numbers sent(100, 4 + rank);
     Numbers received(100);
+    End end(machine, rank);
     if (rank == 0) {
       const auto text_of_transfer = [&](const char* fails) {
         machine.fail(fails, 1);
@@ -235,6 +262,8 @@ int main(int count, char** arguments) {
   RUN(call_that_is_stuck_is_given_up);
   RUN(abort_that_hangs_is_left_alone);
   RUN(abort_does_not_wait_for_a_stuck_call);
+  RUN(abort_of_a_stuck_call_keeps_to_its_limit);
+  RUN(error_lets_a_call_end);
   RUN(abort_lets_a_call_end_and_no_other_begin);
   RUN(watching_and_aborting_from_other_threads);
   RUN(errors_name_call_rank_and_reason);

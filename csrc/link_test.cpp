@@ -11,6 +11,7 @@
 #include <stdexcept>
 
 using namespace pymesh3d;
+using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
 namespace {
@@ -33,8 +34,8 @@ void many_transfers(const Machine& machine, int rank) {
   struct Transfer {
     Numbers sent, received;
   };
-  End end(machine, rank);
   std::deque<Transfer> under_way;
+  End end(machine, rank);
   int checked = 0;
   const auto look = [&] {
     for (const int finished = static_cast<int>(end.link.finished()); checked < finished; under_way.pop_front()) {
@@ -48,9 +49,9 @@ void many_transfers(const Machine& machine, int rank) {
     const bool sends = number % 3 != 1 + rank, receives = number % 3 != 2 - rank;
     under_way.push_back({sends ? message(rank, number) : Numbers{}, Numbers(receives ? message(0, number).size() : 0)});
     EXPECT(end.exchange(under_way.back().sent, under_way.back().received) == static_cast<unsigned>(number));
-    for (look(); under_way.size() > 8; look()) std::this_thread::yield();
+    for (look(); under_way.size() > 8; look()) std::this_thread::sleep_for(microseconds(100));
   }
-  for (; !under_way.empty(); look()) std::this_thread::yield();
+  for (; !under_way.empty(); look()) std::this_thread::sleep_for(microseconds(100));
   EXPECT(checked == transfers);
   end.link.check();
   end.link.close();
@@ -63,9 +64,9 @@ void many_transfers_between_processes() { EXPECT(in_processes(many_transfers) ==
 // More than a connection takes before the other end receives: one after the other they would never end.
 void both_directions_go_at_once() {
   const int status = in_processes([](const Machine& machine, int rank) {
-    End end(machine, rank);
     const Numbers sent(1 << 20, 5 + rank);
     Numbers received(1 << 20);
+    End end(machine, rank);
     end.wait_for(end.exchange(sent, received));
     EXPECT(received == Numbers(1 << 20, 6 - rank));
     end.link.close();
@@ -78,9 +79,9 @@ void both_directions_go_at_once() {
 // A transfer takes what was computed before it, and neither waits for what is computed later nor holds it up.
 void transfer_runs_beside_the_stream_that_computes() {
   in_threads([](const Machine& machine, int rank) {
-    End end(machine, rank);
     Numbers sent(1000, -1), received(1000);
     std::promise<void> gate;
+    End end(machine, rank);
     end.computing.run([&] {
       std::this_thread::sleep_for(milliseconds(100));
       std::fill(sent.begin(), sent.end(), 7 + rank);
@@ -100,9 +101,9 @@ void transfer_runs_beside_the_stream_that_computes() {
 void join_waits_for_its_transfer_only() {
   std::promise<void> go_on, go_on_again;
   in_threads([&](const Machine& machine, int rank) {
+    Numbers first(100, rank), second(100, 2 * rank), third(100, 3 * rank);
     End end(machine, rank);
     if (rank == 1) {
-      const Numbers first(100, 1), second(100, 2), third(100, 3);
       end.wait_for(end.send(first));
       go_on.get_future().wait();
       end.wait_for(end.send(second));
@@ -110,7 +111,6 @@ void join_waits_for_its_transfer_only() {
       end.wait_for(end.send(third));
       return end.link.close();
     }
-    Numbers first(100), second(100), third(100);
     const Computing other(machine);
     std::promise<void> gate;
     EXPECT(end.receive(first) == 1);
@@ -202,18 +202,19 @@ void starting_that_fails_at_the_end_gives_the_counter_back() {
 }
 
 void end_without_close_does_not_wait() {
-  with_silent_peer([](const Machine&, std::optional<End>& end) {
+  with_silent_peer([](const Machine& machine, std::optional<End>& end) {
     Numbers numbers(100);
     end->receive(numbers);
     end->send(numbers);
+    machine.hang("cuMemFreeHost", 2000);  // which waits for the GPU, and nobody knows what that does
     EXPECT(seconds_of([&] { end.reset(); }) < 0.9);
   });
 }
 
 void closed_link_says_so() {
   in_threads([](const Machine& machine, int rank) {
-    End end(machine, rank);
     Numbers numbers(100);
+    End end(machine, rank);
     end.wait_for(rank ? end.send(numbers) : end.receive(numbers));
     end.link.close();
     end.link.close();
@@ -225,34 +226,51 @@ void closed_link_says_so() {
   });
 }
 
+void closed_link_gives_all_back() {
+  const int status = in_processes([](const Machine& machine, int rank) {
+    for (int times : {1, 2}) {
+      std::optional<End> end(std::in_place, machine, rank);
+      EXPECT(machine.host_memory() == 1);
+      for (int n = 0; n < times; ++n) end->link.close();
+      end.reset();
+      EXPECT(machine.host_memory() == 0);
+    }
+  });
+  EXPECT(status == 0);
+}
+
 // A transfer that nobody can follow ends the link, and nothing is counted twice.
 void transfer_that_cannot_be_followed_ends_the_link() {
   const int status = in_processes([](const Machine& machine, int rank) {
+    Numbers numbers(100), others(100);
     End end(machine, rank);
-    Numbers numbers(100);
     if (rank == 0) {
       machine.fail("cuStreamWriteValue64", 1);
       EXPECT(has(text_of<std::runtime_error>([&] { end.send(numbers); }), "cuStreamWriteValue64 failed"));
       const std::string start = "a transfer between rank 4 and rank 5 failed: cuStreamWriteValue64";
       for (int n = 0; n < 3; ++n) EXPECT(has(text_of<NcclError>([&] { end.send(numbers); }), start));
       EXPECT(has(text_of<NcclError>([&] { end.link.join(1, end.computing.stream); }), "cuStreamWriteValue64"));
+      EXPECT(end.link.abort(soon));
     } else {
-      Numbers others(100);
       end.receive(numbers);
       end.receive(others);
-      while (text_of<NcclError>([&] { end.link.check(); }).empty()) std::this_thread::yield();
+      end.trouble();
     }
   });
   EXPECT(status == 0);
 }
 
+// And waits until NCCL has given up.
 void close_that_fails_aborts() {
-  in_threads([](const Machine& machine, int rank) {
+  const int status = in_processes([](const Machine& machine, int rank) {
     End end(machine, rank);
-    if (rank == 0) machine.fail("ncclCommFinalize", 1);
-    end.link.close();
-    EXPECT(has(text_of<NcclError>([&] { end.link.check(); }), between(rank) + " failed: the communicator "));
+    if (rank == 1) return end.link.close();
+    machine.fail("ncclCommFinalize", 1);
+    machine.hang("ncclCommAbort", 300);
+    EXPECT(seconds_of([&] { end.link.close(); }) >= 0.3);
+    EXPECT(has(text_of<NcclError>([&] { end.link.check(); }), between(rank) + " failed: the communicator could not be closed"));
   });
+  EXPECT(status == 0);
 }
 
 // Nothing may be done to a communicator after ncclCommDestroy, whatever that returned.
@@ -286,6 +304,7 @@ int main(int count, char** arguments) {
   RUN(starting_that_fails_at_the_end_gives_the_counter_back);
   RUN(end_without_close_does_not_wait);
   RUN(closed_link_says_so);
+  RUN(closed_link_gives_all_back);
   RUN(transfer_that_cannot_be_followed_ends_the_link);
   RUN(close_that_fails_aborts);
   RUN(close_destroys_once);

@@ -88,7 +88,7 @@ using Numbers = std::vector<int>;
 
 inline Piece piece(const Numbers& numbers) { return {reinterpret_cast<std::uintptr_t>(numbers.data()), numbers.size() * sizeof(int)}; }
 
-// One end of a link, and a stream that computes there.
+// One end of a link, and a stream that computes there. What it transfers is declared before it, so that it is there as long.
 struct End {
   Computing computing;
   Numbers scratch = Numbers(1);
@@ -103,6 +103,13 @@ struct End {
 
   void wait_for(std::uint64_t number) {
     while (link.finished() < number) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+
+  // Waits until something has gone wrong: what the link says then. It looks now and then, so that others get at the communicator too.
+  std::string trouble() {
+    std::string text;
+    while ((text = ::text_of<NcclError>([&] { link.check(); })).empty()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    return text;
   }
 };
 

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 
 version: str
+sources: str  # the names of the files in csrc/ that it was compiled from, with spaces between
+digest: str  # the SHA-256 of their contents, one after the other
 
 class Probe:
     """What was found of a shared library: `error` says why there is no `version`; `path` is the file that answered."""

@@ -1,5 +1,6 @@
 """The compiled part: it was built, finds libraries, explains why it does not, and lets other threads run meanwhile."""
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -214,14 +215,58 @@ def test_many_transfers_with_long_delays(sanitized: dict[str, Path], kind: str) 
 STALE = """
 import sys, types
 stale = types.ModuleType("pymesh3d._C")
-stale.version = "0.0.9"
+stale.version, *rest = sys.argv[1:]
+if rest:
+    stale.sources, stale.digest = rest
 sys.modules["pymesh3d._C"] = stale
 from pymesh3d.comm import native
-from tests.processes import ticks_while
 print(native.available, native.probe("nccl"), native.reason)
 """
 
 
+def told_of_a_core(*inside: str) -> str:
+    """What is told of a compiled part with this version, these sources and this digest."""
+    done = subprocess.run([sys.executable, "-c", STALE, *inside], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
 def test_core_of_another_version_is_not_used() -> None:
-    done = subprocess.run([sys.executable, "-c", STALE], capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.stdout.strip() == f"False None it was built for pymesh3d 0.0.9, this is {__version__}: install again", done.stderr
+    assert told_of_a_core("0.0.9") == f"False None it was built for pymesh3d 0.0.9, this is {__version__}: install again"
+
+
+DIGEST = hashlib.sha256((ROOT / "csrc" / "gpu.h").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        (),  # as it was before there was a digest
+        ("gpu.h", "0" * 64),
+        ("gpu.h library.h", DIGEST),
+        ("gpu.h gone.h", DIGEST),
+    ],
+)
+def test_core_of_other_sources_is_not_used(inside: tuple[str, ...]) -> None:
+    """An editable install stays as it was when the sources change."""
+    reason = f"compiled from other sources than those in {ROOT / 'csrc'}: install again, pip install -e {ROOT}"
+    assert told_of_a_core(__version__, *inside) == f"False None {reason}"
+
+
+@needs_core
+def test_core_is_of_all_its_sources_and_of_no_test() -> None:
+    names = {path.name for path in (ROOT / "csrc").iterdir()}
+    assert set(native._C.sources.split()) == {name for name in names if "test" not in name} - {"expect.h"}
+
+
+@needs_core
+@pytest.mark.parametrize("beside", ["nothing", "a folder of the same name", "the sources", "other sources"])
+def test_sources_are_compared_in_a_checkout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: str) -> None:
+    monkeypatch.setattr(native, "CSRC", tmp_path / "csrc")
+    if beside != "nothing":
+        shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+        changed = "link_test.cpp" if beside == "the sources" else "link.cpp"  # a test is not compiled into it
+        (tmp_path / "csrc" / changed).write_text("// something else")
+    if "sources" in beside:
+        (tmp_path / "setup.py").touch()
+    assert native._is_stale(native._C.sources, native._C.digest) == (beside == "other sources")

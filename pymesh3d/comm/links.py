@@ -121,11 +121,12 @@ class NcclLink:
         self._native, self._line, self._sends, self._receives, self._device, self._stream = native, line, sends, receives, device, stream
         self._sent: collections.deque[tuple[int, torch.Tensor, int]] = collections.deque()
         self._posted: collections.deque[tuple[int, torch.Tensor, int]] = collections.deque()
+        self._failed: list[torch.Tensor | None] = []  # of transfers that raised: NCCL may have them nevertheless, and write into them later
 
     # All that is done here costs the host time on every message: no context managers, and texts are made when they are needed.
 
     def send(self, tensor: torch.Tensor, microbatch: int, then: Expected | None = None) -> None:
-        tensor = tensor.contiguous()
+        tensor, memory = tensor.contiguous(), None
         try:
             if then is None:
                 number, finished = self._native.transfer(tensor.data_ptr(), tensor.nbytes, 0, 0, self._stream())
@@ -133,8 +134,11 @@ class NcclLink:
                 memory = then.memory(self._device)
                 number, finished = self._native.transfer(tensor.data_ptr(), tensor.nbytes, memory.data_ptr(), memory.nbytes, self._stream())
                 self._posted.append((number, memory, then.microbatch))
-        except native.LinkError as error:
-            raise_named(error, f"send of {self._sends} of microbatch {microbatch}", self._line)
+        except native.TransferError as error:
+            self._failed += (tensor, memory)
+            if isinstance(error, native.LinkError):
+                raise_named(error, f"send of {self._sends} of microbatch {microbatch}", self._line)
+            raise
         sent = self._sent
         sent.append((number, tensor, microbatch))
         while sent[0][0] <= finished:  # this one is not among them yet
@@ -144,8 +148,11 @@ class NcclLink:
         memory = expected.memory(self._device)
         try:
             number, _ = self._native.transfer(0, 0, memory.data_ptr(), memory.nbytes, self._stream())
-        except native.LinkError as error:
-            raise_named(error, f"receive of {self._receives} of microbatch {expected.microbatch}", self._line)
+        except native.TransferError as error:
+            self._failed.append(memory)
+            if isinstance(error, native.LinkError):
+                raise_named(error, f"receive of {self._receives} of microbatch {expected.microbatch}", self._line)
+            raise
         self._posted.append((number, memory, expected.microbatch))
 
     def take(self) -> torch.Tensor:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +15,17 @@ from pymesh3d import __version__
 
 if TYPE_CHECKING:
     from pymesh3d._C import Gpu, Link, Nccl, Probe
+
+CSRC = Path(__file__).parents[2] / "csrc"
+
+
+def _is_stale(sources: str, digest: str) -> bool:
+    """Whether this is a checkout, and the files that were compiled are others by now."""
+    if not (CSRC.is_dir() and CSRC.with_name("setup.py").is_file()):
+        return False
+    files = [CSRC / name for name in sources.split()]
+    return not all(file.is_file() for file in files) or digest != hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
 
 reason = ""
 """Why the compiled part is not available; empty if it is."""
@@ -26,12 +39,15 @@ except ImportError as error:
 else:
     if _C.version != __version__:
         reason = f"it was built for pymesh3d {_C.version}, this is {__version__}: install again"
+    elif _is_stale(getattr(_C, "sources", ""), getattr(_C, "digest", "")):
+        reason = f"compiled from other sources than those in {CSRC}: install again, pip install -e {CSRC.parent}"
 
 # What a transfer raises when its peer may be the cause; what the GPU itself does wrong is GpuError.
 LinkError: tuple[type[Exception], ...] = () if reason else (_C.NcclError,)
+TransferError: tuple[type[Exception], ...] = () if reason else (_C.NcclError, _C.GpuError)
 
 available = not reason
-"""Whether the compiled part is here and of this version."""
+"""Whether the compiled part is here, of this version and of the sources beside it."""
 
 
 def probe(name: str, path: str = "") -> Probe | None:

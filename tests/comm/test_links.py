@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -230,6 +232,46 @@ def test_errors_keep_the_words_of_the_libraries(ranks: Ranks, library: str) -> N
     assert f"rank 4: send of activations of microbatch 2 {over}" in texts[0] and nccl in texts[0]
     assert texts[1:] == [driver, driver]
     assert received == [9.0]
+
+
+class Watched(Expected):
+    """Expected, and where its memory is can be asked later."""
+
+    def memory(self, device: torch.device) -> torch.Tensor:
+        memory = super().memory(device)
+        made.append(("memory", weakref.ref(memory)))
+        return memory
+
+
+made: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+
+
+def transfers_that_raise(library: str) -> list[tuple[str, bool]]:
+    """What rank 0 put into transfers that raised, and whether it is still there."""
+    end, expected = End(library), Watched((4,), torch.float32, 1)
+
+    def send(then: Expected | None, raises: type[Exception]) -> None:
+        tensor = torch.ones(4)
+        made.append((f"sent until {raises.__name__}", weakref.ref(tensor)))
+        with pytest.raises(raises):
+            end.link.send(tensor, 0, then)
+
+    if end.rank == 0:
+        end.machine.fail("ncclSend")
+        send(None, DistributedError)
+        end.machine.fail("cuStreamWriteValue64")  # the transfer has been started by then, and the link has to end
+        send(expected, native._C.GpuError)
+        text_of(lambda: end.link.post(expected))
+        gc.collect()
+    dist.barrier()
+    found, made[:] = [(name, tensor() is not None) for name, tensor in made], []
+    return found
+
+
+def test_tensors_of_transfers_that_raised_are_kept(ranks: Ranks, library: str) -> None:
+    """NCCL may have them already, and write into the memory when it is something else by then."""
+    kept, _ = ranks(2, transfers_that_raise, library)
+    assert kept == [("sent until DistributedError", True), ("sent until GpuError", True), ("memory", True), ("memory", True)]
 
 
 def calls_that_hang(library: str) -> dict[str, int]:

@@ -152,10 +152,10 @@ Status set_context(void* current) { return context = current, success; }
 
 Status priority_range(int* least, int* greatest) { return *least = 0, *greatest = -5, success; }
 
-Status stream_create(void** stream, unsigned, int priority) {
+Status stream_create(void** stream, unsigned flags, int priority) {
   if (told_to_fail("cuStreamCreateWithPriority")) return launch_failed;
   if (!context) return invalid_context;
-  if (priority != -5) die("a stream that is not of the highest priority");
+  if (priority != -5 || flags != 1) die("a stream that is not of the highest priority, or waits for the default one");
   const Held held(lock);
   start_stream(*stream = new_handle());
   return success;
@@ -169,7 +169,8 @@ Status stream_destroy(void* stream) {
   return success;
 }
 
-Status stream_wait_event(void* stream, void* event, unsigned) {
+Status stream_wait_event(void* stream, void* event, unsigned flags) {
+  if (flags != 0) die("a wait with flags");
   if (told_to_fail("cuStreamWaitEvent")) return launch_failed;
   Held held(lock);
   const Position position = find_event(event);
@@ -192,7 +193,8 @@ Status launch_host_function(void* stream, void (*function)(void*), void* argumen
   return success;
 }
 
-Status event_create(void** event, unsigned) {
+Status event_create(void** event, unsigned flags) {
+  if (flags != 2) die("an event that takes the time, which is slow");
   if (told_to_fail("cuEventCreate")) return launch_failed;
   if (!context) return invalid_context;
   const Held held(lock);
@@ -220,13 +222,15 @@ Status event_query(void* event) {
   return find_event(event).passed() ? success : not_ready;
 }
 
-Status host_alloc(void** memory, std::size_t bytes, unsigned) {
+Status host_alloc(void** memory, std::size_t bytes, unsigned flags) {
+  if (flags != 3) die("host memory that not every GPU can write");
   const Held held(lock);
   world.host_memory[*memory = std::malloc(bytes)] = {};
   return success;
 }
 
 Status host_free(void* memory) {
+  if (told_to_fail("cuMemFreeHost")) return launch_failed;
   Held held(lock);
   wait_for(held, Position(find_host_memory(memory)));
   world.host_memory.erase(memory);
@@ -234,7 +238,8 @@ Status host_free(void* memory) {
   return success;
 }
 
-Status stream_write(void* stream, std::uint64_t address, std::uint64_t value, unsigned) {
+Status stream_write(void* stream, std::uint64_t address, std::uint64_t value, unsigned flags) {
+  if (flags != 0) die("a write with flags: it must come after all that the stream did before");
   if (told_to_fail("cuStreamWriteValue64")) return launch_failed;
   auto* const memory = reinterpret_cast<std::atomic<std::uint64_t>*>(address);
   enqueue(stream, [=] { *memory = value; });
