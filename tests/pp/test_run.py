@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import os
 import re
@@ -216,6 +217,7 @@ def engines_in_turns(batches: Sequence[Batch]) -> tuple[list[list[float]], int]:
     for batch in batches:
         for engine, own in zip((first, second), losses, strict=True):
             own.append(engine.train_step(share(batch, engine)).loss)
+    gc.collect()  # what earlier tests have left behind goes now, and not while we count
     opened = len(os.listdir("/proc/self/fd"))
     kept = [parallelize(Llama(SMALL, device="meta"), first.mesh, FLOAT64) for _ in range(2)]
     opened = len(os.listdir("/proc/self/fd")) - opened
@@ -229,4 +231,4 @@ def test_engines_on_one_mesh_share_its_links(ranks: Ranks) -> None:
     expected = [plain(model, FLOAT64, MASKED).losses for model in (SMALL, TIED)]
     for losses, opened in ranks(2, engines_in_turns, MASKED):
         assert losses == [pytest.approx(own, rel=1e-12) for own in expected]
-        assert opened == 0
+        assert opened <= 0
