@@ -209,8 +209,7 @@ def init_mesh(*, tp: int = 1, pp: int = 1, dp: int = -1, cp: int = 1, device: st
 
     One axis may be -1: whatever is left. `device`: "cuda" or "cpu", by default whichever this machine has. `timeout_s` bounds
     every wait for another rank. Raises ConfigError before any communication when the sizes do not fit the number of ranks,
-    DistributedError when ranks cannot meet or do not run the same version; on GPUs this process has to
-    end then.
+    DistributedError when ranks cannot meet or do not run the same version; on GPUs this process has to end then.
     """
     require_timeout("timeout_s", timeout_s)
     world = dist.get_world_size() if dist.is_initialized() else world_size()

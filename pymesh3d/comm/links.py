@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -135,10 +135,7 @@ class NcclLink:
                 number, finished = self._native.transfer(tensor.data_ptr(), tensor.nbytes, memory.data_ptr(), memory.nbytes, self._stream())
                 self._posted.append((number, memory, then.microbatch))
         except native.TransferError as error:
-            self._failed += (tensor, memory)
-            if isinstance(error, native.LinkError):
-                raise_named(error, f"send of {self._sends} of microbatch {microbatch}", self._line)
-            raise
+            self._fail(error, f"send of {self._sends} of microbatch {microbatch}", tensor, memory)
         sent = self._sent
         sent.append((number, tensor, microbatch))
         while sent[0][0] <= finished:  # this one is not among them yet
@@ -149,11 +146,15 @@ class NcclLink:
         try:
             number, _ = self._native.transfer(0, 0, memory.data_ptr(), memory.nbytes, self._stream())
         except native.TransferError as error:
-            self._failed.append(memory)
-            if isinstance(error, native.LinkError):
-                raise_named(error, f"receive of {self._receives} of microbatch {expected.microbatch}", self._line)
-            raise
+            self._fail(error, f"receive of {self._receives} of microbatch {expected.microbatch}", memory)
         self._posted.append((number, memory, expected.microbatch))
+
+    def _fail(self, error: Exception, operation: str, *memory: torch.Tensor | None) -> NoReturn:
+        """Raise what a transfer raised, named where its peer may be the cause, and keep the memory that it has."""
+        self._failed += memory
+        if isinstance(error, native.LinkError):
+            raise_named(error, operation, self._line)
+        raise error
 
     def take(self) -> torch.Tensor:
         number, tensor, microbatch = self._posted.popleft()
