@@ -88,8 +88,15 @@ class named:
 
 
 def raise_named(error: Exception, operation: str, axis: Axis, seconds: float | None = None) -> NoReturn:
-    """Raise a DistributedError that says who waited for whom, and how long, or `error` itself where no peer is to blame."""
-    if isinstance(error, DistributedError | torch.OutOfMemoryError | torch.AcceleratorError):
+    """Raise a DistributedError that says who waited for whom, and how long, or `error` itself where no peer is to blame.
+
+    All those watched give up first: what is under way between the ranks may never end by itself, and nothing more must begin.
+    """
+    if isinstance(error, DistributedError | torch.OutOfMemoryError):
+        raise error
+    for transport in axis.watched:
+        transport.abort(ABORT)
+    if isinstance(error, torch.AcceleratorError):
         raise error
     peers = [rank for rank in axis.ranks if rank != axis.ranks[axis.rank]]
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -16,7 +17,7 @@ from pymesh3d.comm.agree import exchange_text
 from pymesh3d.comm.collectives import all_reduce_, gather_rows
 from pymesh3d.comm.links import Expected
 from pymesh3d.comm.p2p import Links
-from pymesh3d.comm.watch import on_host
+from pymesh3d.comm.watch import looked_after, on_host
 from pymesh3d.comm.whole import whole
 from pymesh3d.config import ModelConfig, TrainConfig, validate
 from pymesh3d.dp.zero import Zero
@@ -176,9 +177,9 @@ class Engine:
         Called several times before `optimizer_step`, the gradients add up.
         """
         microbatches = self._prepare(batch, train=True)
-        loss = run(self._steps(self.config.schedule, len(microbatches)), self.stages, self.links, microbatches)
+        loss, tokens = self._run(self._steps(self.config.schedule, len(microbatches)), microbatches, train=True)
         self._calls += 1
-        return self._agree_on_loss(loss, microbatches)
+        return loss, tokens
 
     def optimizer_step(self) -> tuple[float, bool]:
         """Sum the gradients, agree on their norm, and update unless it is not finite. Returns the norm and whether a step was taken."""
@@ -190,7 +191,7 @@ class Engine:
         microbatches = self._prepare(batch, train=False)
         schedule = "gpipe" if self.config.virtual_pp == 1 else self.config.schedule
         steps = self._steps(schedule, len(microbatches), forward_only=True)
-        return self._agree_on_loss(run(steps, self.stages, self.links, microbatches, train=False), microbatches)[0]
+        return self._run(steps, microbatches, train=False)[0]
 
     def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter of this stage, unsharded, by its full name. All ranks of the stage must iterate to the end.
@@ -292,6 +293,11 @@ class Engine:
         rows, labels = logits.transpose(0, 1).flatten(0, 1), targets.t().reshape(-1)
         summed = vocab_parallel_cross_entropy(rows, labels, IGNORE_INDEX, reduction="sum", mesh=self.mesh, vocab=self.model.config.vocab)
         return summed / self._divisor
+
+    def _run(self, steps: Sequence[Sequence[Action]], microbatches: Sequence[Microbatch], *, train: bool) -> tuple[float, int]:
+        """The loss and the number of tokens of all ranks."""
+        with looked_after(self.mesh.all) if self.mesh.device.type == "cuda" else contextlib.nullcontext():
+            return self._agree_on_loss(run(steps, self.stages, self.links, microbatches, train=train), microbatches)
 
     def _agree_on_loss(self, loss: torch.Tensor, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
         """The sums over dp of losses and tokens. tp ranks hold the same ones, so the first speaks for them; stages have the same tokens.

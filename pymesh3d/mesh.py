@@ -5,6 +5,8 @@ Ranks are numbered with tp innermost, so tp groups are neighbours and stay insid
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import datetime
 import threading
 import time
@@ -33,21 +35,31 @@ class _ProcessGroups:
     def __init__(self, axes: list[Axis], *, everything: bool, on_gpu: bool) -> None:
         self.axes, self._everything, self._on_gpu = axes, everything, on_gpu
         self._aborting: list[threading.Thread] = []
+        self._lock = threading.Lock()
+
+    def _all(self) -> list[dist.ProcessGroup]:
+        return [axis.group for axis in self.axes] + ([dist.group.WORLD] if dist.group.WORLD is not None else [])
 
     def check(self) -> None:
-        """Torch's own watchdog does."""
+        """Raise RuntimeError with what torch's watchdog has found, which looks ten times a second."""
+        if not self._on_gpu:
+            return
+        for group in self._all():
+            error_of = getattr(group._get_backend(torch.device("cuda")), "get_error", None)  # other backends than NCCL's have none
+            if error_of is not None and error_of().name != "SUCCESS":
+                raise RuntimeError(f"{error_of().name} in the process group of ranks {dist.get_process_group_ranks(group)}")
 
     def abort(self, seconds: float) -> bool:
         """End every wait on GPUs; elsewhere each wait has its own limit."""
         if not self._on_gpu:
             return True
-        if not self._aborting:  # all at a time, each on a thread: NCCL waits for what the others have on the GPU, and may never come back
-            groups = [axis.group for axis in self.axes]
-            if dist.group.WORLD is not None:
-                groups.append(dist.group.WORLD)
-            self._aborting = [threading.Thread(target=group.abort, name="abort process group", daemon=True) for group in groups]
-            for thread in self._aborting:
-                thread.start()
+        with self._lock:
+            # All at a time, each on a thread: NCCL waits for what the others have on the GPU, and may never come back.
+            for group in [] if self._aborting else self._all():
+                # Never freed: the destructor joins torch's watchdog, which sleeps a minute after it has found an error.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+                self._aborting.append(threading.Thread(target=_abort, args=(group,), name="abort process group", daemon=True))
+                self._aborting[-1].start()
         deadline = time.monotonic() + seconds
         for thread in self._aborting:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -62,6 +74,11 @@ class _ProcessGroups:
         else:
             for axis in self.axes:
                 dist.destroy_process_group(axis.group)
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    with contextlib.suppress(RuntimeError):  # NCCL tells once more of the error that it is aborted for
+        group.abort()
 
 
 class Mesh:

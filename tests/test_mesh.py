@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -397,6 +398,8 @@ def test_process_groups_are_aborted_at_a_time_and_once(monkeypatch: pytest.Monke
         def abort(self) -> None:
             told.append(self.number)
             all_told.wait(20)
+            if self.number == 1:
+                raise RuntimeError("NCCL error: remote process exited")
             if self.number == 2:
                 never.wait(20)
 
@@ -408,6 +411,25 @@ def test_process_groups_are_aborted_at_a_time_and_once(monkeypatch: pytest.Monke
     never.set()
     assert groups.abort(20)
     assert sorted(told) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("broken", [None, 0, 1])
+def test_what_the_watchdog_of_nccl_has_found_is_reported(monkeypatch: pytest.MonkeyPatch, broken: int | None) -> None:
+    def group(number: int) -> SimpleNamespace:
+        error = SimpleNamespace(name="COMM_ERROR" if number == broken else "SUCCESS")
+        return SimpleNamespace(_get_backend=lambda _: SimpleNamespace(get_error=lambda: error), number=number)
+
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=group(0)))
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [group.number, 7])
+    axes = [
+        Axis("dp", 0, (0, 1), group(1)),  # type: ignore[arg-type]
+        Axis("pp", 0, (0, 1), SimpleNamespace(_get_backend=lambda _: object())),  # type: ignore[arg-type]
+    ]
+    groups = mesh_module._ProcessGroups(axes, everything=False, on_gpu=True)
+    expected = nullcontext() if broken is None else pytest.raises(RuntimeError, match=rf"COMM_ERROR in .* \[{broken}, 7\]")
+    with expected:
+        groups.check()
+    mesh_module._ProcessGroups(axes, everything=False, on_gpu=False).check()
 
 
 def connected() -> list[tuple[int, ...]]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from pymesh3d.axis import ABORT, Axis, Watched, named
 
 LOOK = 0.01  # seconds between two looks at the peers
+GLANCE = 0.1  # the same, aside of the host, and how often torch's watchdog looks
 
 
 def on_host(tensor: torch.Tensor, operation: str, axis: Axis) -> torch.Tensor:
@@ -31,24 +34,45 @@ def wait_for_gpu(operation: str, axis: Axis) -> None:
 
 
 def wait_until(done: Callable[[], bool], watched: Iterable[Watched], seconds: float) -> None:
-    """Ask until it is done. If one of those watched reports a fault, or time runs out, all of them abort and RuntimeError is raised.
+    """Ask until it is done. Raises RuntimeError if one of those watched reports a fault, or time runs out.
 
     They are asked at the end too: a transfer that has been given up lets the GPU go on, with whatever its memory holds.
     """
     deadline = time.monotonic() + seconds
     look = time.monotonic() + LOOK
-    try:
-        while not done():
-            if (now := time.monotonic()) < look:
-                continue
-            look = now + LOOK
-            for one in watched:
-                one.check()
-            if now > deadline:
-                raise RuntimeError(f"the GPU has not finished within {seconds:g} s, the timeout of the mesh")
+    while not done():
+        if (now := time.monotonic()) < look:
+            continue
+        look = now + LOOK
         for one in watched:
             one.check()
-    except RuntimeError:
-        for one in watched:
-            one.abort(ABORT)
-        raise
+        if now > deadline:
+            raise RuntimeError(f"the GPU has not finished within {seconds:g} s, the timeout of the mesh")
+    for one in watched:
+        one.check()
+
+
+@contextlib.contextmanager
+def looked_after(axis: Axis) -> Iterator[None]:
+    """Meanwhile a thread has an eye on those watched, and lets all of them give up at a fault of one.
+
+    The host may not get as far as to wait for the GPU: the driver takes about 1,024 kernels, and then stands until the GPU goes on.
+    """
+    done = threading.Event()
+
+    def look() -> None:
+        try:
+            while not done.wait(GLANCE):
+                for one in axis.watched:
+                    one.check()
+        except RuntimeError:  # the host meets it too, as soon as it gets on
+            for one in axis.watched:
+                one.abort(ABORT)
+
+    thread = threading.Thread(target=look, name="look after peers", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
