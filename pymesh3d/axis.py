@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import itertools
 import time
+from collections.abc import Iterable
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -31,6 +32,12 @@ class Watched(Protocol):
 
     def close(self) -> None:
         """End it, once all that was started has ended."""
+
+
+def give_up(watched: Iterable[Watched]) -> None:
+    """Let all of them end every wait, one after the other, in `ABORT` seconds each."""
+    for one in watched:
+        one.abort(ABORT)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,8 +101,7 @@ def raise_named(error: Exception, operation: str, axis: Axis, seconds: float | N
     """
     if isinstance(error, DistributedError | torch.OutOfMemoryError):
         raise error
-    for transport in axis.watched:
-        transport.abort(ABORT)
+    give_up(axis.watched)
     if isinstance(error, torch.AcceleratorError):
         raise error
     peers = [rank for rank in axis.ranks if rank != axis.ranks[axis.rank]]

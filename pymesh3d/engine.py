@@ -177,9 +177,8 @@ class Engine:
         Called several times before `optimizer_step`, the gradients add up.
         """
         microbatches = self._prepare(batch, train=True)
-        loss, tokens = self._run(self._steps(self.config.schedule, len(microbatches)), microbatches, train=True)
         self._calls += 1
-        return loss, tokens
+        return self._run(self._steps(self.config.schedule, len(microbatches)), microbatches, train=True)
 
     def optimizer_step(self) -> tuple[float, bool]:
         """Sum the gradients, agree on their norm, and update unless it is not finite. Returns the norm and whether a step was taken."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pymesh3d import __version__
-from pymesh3d.axis import ABORT, Axis, Watched, named
+from pymesh3d.axis import ABORT, Axis, Watched, give_up, named
 from pymesh3d.config import AXES, Layout, require_timeout
 from pymesh3d.errors import ConfigError
 from pymesh3d.rendezvous import introduce, join, number_from_environment, require_equal, world_size
@@ -45,9 +45,10 @@ class _ProcessGroups:
         if not self._on_gpu:
             return
         for group in self._all():
-            error_of = getattr(group._get_backend(torch.device("cuda")), "get_error", None)  # other backends than NCCL's have none
-            if error_of is not None and error_of().name != "SUCCESS":
-                raise RuntimeError(f"{error_of().name} in the process group of ranks {dist.get_process_group_ranks(group)}")
+            backend = group._get_backend(torch.device("cuda"))
+            error = backend.get_error().name if hasattr(backend, "get_error") else "SUCCESS"  # other backends than NCCL's have none
+            if error != "SUCCESS":
+                raise RuntimeError(f"{error} in the process group of ranks {dist.get_process_group_ranks(group)}")
 
     def abort(self, seconds: float) -> bool:
         """End every wait on GPUs; elsewhere each wait has its own limit."""
@@ -200,8 +201,7 @@ class Mesh:
         has to end.
         """
         if self.failed or self._lost():
-            for watched in self.watched:
-                watched.abort(ABORT)
+            give_up(self.watched)
         for watched in self.watched:
             watched.close()
         self.watched.clear()

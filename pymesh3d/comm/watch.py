@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from pymesh3d.axis import ABORT, Axis, Watched, named
+from pymesh3d.axis import Axis, Watched, give_up, named
 
 LOOK = 0.01  # seconds between two looks at the peers
 GLANCE = 0.1  # the same, aside of the host, and how often torch's watchdog looks
@@ -66,8 +66,7 @@ def looked_after(axis: Axis) -> Iterator[None]:
                 for one in axis.watched:
                     one.check()
         except RuntimeError:  # the host meets it too, as soon as it gets on
-            for one in axis.watched:
-                one.abort(ABORT)
+            give_up(axis.watched)
 
     thread = threading.Thread(target=look, name="look after peers", daemon=True)
     thread.start()

@@ -99,14 +99,17 @@ for step in range(1000):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("axis", ["pp", "dp", "tp"])
 def test_a_killed_peer_is_an_error_though_the_host_waits_for_its_gpu(axis: str) -> None:
-    """Along pp the host has filled the GPU's queue, and stands in a call of the driver's until the GPU goes on. A connection that NCCL
-    finds closed is reported at once, a GPU that is silent when the time is up; and the program ends soon, as it would without an error.
+    """Along pp the host has filled the GPU's queue, and stands in a call of the driver's until the GPU goes on. On one host the peer's
+    GPU just falls silent, which this rank's own limit or torch's watchdog finds first; then what the host calls next is told of the abort.
+    The program ends soon after.
     """
     with two_ranks(TRAINS_UNTIL_KILLED, axis) as ranks:
         assert ranks[1].wait(60) == 9
         told, _ = ranks[0].communicate(timeout=25)
         assert "with ranks [1] failed" in told
-        assert float(told.split()[0]) < 15.0
+        reasons = ("has not finished within 6", "TIMEOUT in the process group", "communicator was aborted on rank 0")
+        assert any(reason in told for reason in reasons), told
+        assert 5.0 < float(told.split()[0]) < 15.0
         assert ranks[0].returncode == 0
 
 
