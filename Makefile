@@ -20,10 +20,11 @@ SOURCES  := pyproject.toml setup.py pymesh3d/__init__.py $(wildcard csrc/*)
 demo: $(VENV)/installed
 	$(PY) -m pymesh3d train --tp 2 --pp 2 --dp 2 --out loss.png
 
+# Two files of tests at a time: many of them wait for processes that are killed, frozen or slow to start.
 test: $(VENV)/installed-dev
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	$(PY) -m pytest -m 'not gpu and not long'
+	$(PY) -m pytest -m 'not gpu and not long' --numprocesses 2 --dist loadfile
 
 test-long: $(VENV)/installed-dev
 	mkdir -p bench/results
