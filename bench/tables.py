@@ -62,10 +62,19 @@ def philox(record: Mapping[str, Any]) -> str:
     return f"{table}\n\n{_source(record)}; `pymesh3d bench philox`."
 
 
+def p2p(record: Mapping[str, Any]) -> str:
+    """Sends and receives over our bindings against torch's (bench/p2p.py)."""
+    columns = ("nccl_us", "torch_us", "nccl_host_us", "torch_host_us")
+    rows = [[f"{row['pattern']}, {row['bytes'] / 2**20:g} MiB", *(f"{row[key]:.0f}" for key in columns)] for row in record["rows"]]
+    head = ["", "ours, us", "`batch_isend_irecv`, us", "ours, us of the host", "`batch_isend_irecv`, us of the host"]
+    return f"{_markdown(head, rows)}\n\n{_source(record)}; `pymesh3d bench p2p`."
+
+
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {  # the file in RESULTS, and what makes a table of it
     "train": ("train.json", train),
     "check": ("check-cpu-world8-all.json", check),
     "philox": ("philox.json", philox),
+    "p2p": ("p2p-2xH200.json", p2p),
 }
 
 
