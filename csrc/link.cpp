@@ -72,8 +72,8 @@ std::pair<std::uint64_t, std::uint64_t> Link::transfer(Piece sent, Piece receive
   unused_.pop_back();
   pending_.push_back(event);
   try {
+    gpu_->record(event, stream_);  // before the write, which crosses to the host: who waits for the transfer need not wait for that too
     gpu_->write(stream_, finished_, number);
-    gpu_->record(event, stream_);
   } catch (const std::exception& error) {  // nobody would know when it ends
     communicator_.abort(error.what());
     throw;

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from pymesh3d.axis import Axis, Watched, give_up, named
+from pymesh3d.errors import DistributedError
 
 LOOK = 0.01  # seconds between two looks at the peers
 GLANCE = 0.1  # the same, aside of the host, and how often torch's watchdog looks
@@ -54,24 +55,30 @@ def wait_until(done: Callable[[], bool], watched: Iterable[Watched], seconds: fl
 
 @contextlib.contextmanager
 def looked_after(axis: Axis) -> Iterator[None]:
-    """Meanwhile a thread has an eye on those watched, and lets all of them give up at a fault of one.
+    """Meanwhile a thread has an eye on those watched, and lets all of them give up at a fault of one, which the host's own error then names.
 
     The host may not get as far as to wait for the GPU: the driver takes about 1,024 kernels, and then stands until the GPU goes on.
     """
     done = threading.Event()
+    found: list[RuntimeError] = []
 
     def look() -> None:
         try:
             while not done.wait(GLANCE):
                 for one in axis.watched:
                     one.check()
-        except RuntimeError:  # the host meets it too, as soon as it gets on
+        except RuntimeError as error:  # the host meets what comes of it, as soon as it gets on
+            found.append(error)
             give_up(axis.watched)
 
     thread = threading.Thread(target=look, name="look after peers", daemon=True)
     thread.start()
     try:
         yield
+    except DistributedError as error:
+        if found and str(found[0]) not in str(error):
+            raise DistributedError(f"{error}. Before that: {found[0]}") from error
+        raise
     finally:
         done.set()
         thread.join()

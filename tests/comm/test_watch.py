@@ -105,9 +105,12 @@ def test_a_peer_is_found_lost_while_the_host_stands_in_the_driver() -> None:
             return super().abort(seconds)
 
     peers = [Peer(fails=0.2), Link()]
-    with looked_after(axis_of(*peers)):
+    axis = axis_of(*peers)
+    with pytest.raises(DistributedError, match=r"^rank 0: all-reduce .*: aborted\. .*\. Before that: the peer is gone$"), looked_after(axis):
         assert given_up.wait(10), "the GPU never goes on"
-    assert [peer.aborted for peer in peers] == [1, 1]
+        with named("all-reduce", axis):
+            raise RuntimeError("aborted")
+    assert [peer.aborted for peer in peers] == [2, 2], "by the thread, and by the host"
 
 
 def test_nobody_looks_after_the_end() -> None:
