@@ -34,6 +34,12 @@ class Watched(Protocol):
         """End it, once all that was started has ended."""
 
 
+def check_all(watched: Iterable[Watched]) -> None:
+    """Raise RuntimeError with what has gone wrong with one of them."""
+    for one in watched:
+        one.check()
+
+
 def give_up(watched: Iterable[Watched]) -> None:
     """Let all of them end every wait, one after the other, in `ABORT` seconds each."""
     for one in watched:

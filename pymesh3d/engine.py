@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -176,21 +175,23 @@ class Engine:
 
         Called several times before `optimizer_step`, the gradients add up.
         """
-        microbatches = self._prepare(batch, train=True)
-        self._calls += 1
-        return self._run(self._steps(self.config.schedule, len(microbatches)), microbatches, train=True)
+        with looked_after("a step", self.mesh):
+            microbatches = self._prepare(batch, train=True)
+            self._calls += 1
+            return self._run(self._steps(self.config.schedule, len(microbatches)), microbatches, train=True)
 
     def optimizer_step(self) -> tuple[float, bool]:
         """Sum the gradients, agree on their norm, and update unless it is not finite. Returns the norm and whether a step was taken."""
         self._calls = 0
-        return self.zero.step(self.config.max_norm)
+        with looked_after("an update", self.mesh):
+            return self.zero.step(self.config.max_norm)
 
     def eval_step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
         """The mean loss over the valid tokens of a global batch, without gradients and dropout; the same on every rank."""
-        microbatches = self._prepare(batch, train=False)
         schedule = "gpipe" if self.config.virtual_pp == 1 else self.config.schedule
-        steps = self._steps(schedule, len(microbatches), forward_only=True)
-        return self._run(steps, microbatches, train=False)[0]
+        with looked_after("an evaluation", self.mesh):
+            microbatches = self._prepare(batch, train=False)
+            return self._run(self._steps(schedule, len(microbatches), forward_only=True), microbatches, train=False)[0]
 
     def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter of this stage, unsharded, by its full name. All ranks of the stage must iterate to the end.
@@ -235,7 +236,7 @@ class Engine:
         return self._schedules[key]
 
     def _prepare(self, batch: tuple[torch.Tensor, torch.Tensor], *, train: bool) -> list[Microbatch]:
-        self.links.require_in_step()  # before dp ranks wait for each other
+        self.mesh.require_in_step()  # before dp ranks wait for each other
         ids, targets = (part.to(self.mesh.device, torch.int64, non_blocking=True) for part in self._checked(batch))
         self._divisor = all_reduce_((targets != IGNORE_INDEX).sum(), self.mesh.dp).wait().clamp(min=1)
         number = math.ceil(ids.shape[0] / self.config.micro_batch)
@@ -295,8 +296,7 @@ class Engine:
 
     def _run(self, steps: Sequence[Sequence[Action]], microbatches: Sequence[Microbatch], *, train: bool) -> tuple[float, int]:
         """The loss and the number of tokens of all ranks."""
-        with looked_after(self.mesh.all) if self.mesh.device.type == "cuda" else contextlib.nullcontext():
-            return self._agree_on_loss(run(steps, self.stages, self.links, microbatches, train=train), microbatches)
+        return self._agree_on_loss(run(steps, self.stages, self.links, microbatches, train=train), microbatches)
 
     def _agree_on_loss(self, loss: torch.Tensor, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
         """The sums over dp of losses and tokens. tp ranks hold the same ones, so the first speaks for them; stages have the same tokens.

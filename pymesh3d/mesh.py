@@ -5,11 +5,7 @@ Ranks are numbered with tp innermost, so tp groups are neighbours and stay insid
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import datetime
-import threading
-import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
@@ -20,66 +16,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pymesh3d import __version__
-from pymesh3d.axis import ABORT, Axis, Watched, give_up, named
+from pymesh3d.axis import ABORT, Axis, Watched, check_all, give_up, named
 from pymesh3d.config import AXES, Layout, require_timeout
-from pymesh3d.errors import ConfigError
+from pymesh3d.errors import ConfigError, DistributedError
+from pymesh3d.process_groups import ProcessGroups
 from pymesh3d.rendezvous import introduce, join, number_from_environment, require_equal, world_size
 from pymesh3d.topology import Topology, host_name, nvidia_links, physical_device
 
 Kept = TypeVar("Kept")
-
-
-class _ProcessGroups:
-    """Those of torch's that a mesh has made: destroying them on GPUs would wait for a peer that is lost."""
-
-    def __init__(self, axes: list[Axis], *, everything: bool, on_gpu: bool) -> None:
-        self.axes, self._everything, self._on_gpu = axes, everything, on_gpu
-        self._aborting: list[threading.Thread] = []
-        self._lock = threading.Lock()
-
-    def _all(self) -> list[dist.ProcessGroup]:
-        return [axis.group for axis in self.axes] + ([dist.group.WORLD] if dist.group.WORLD is not None else [])
-
-    def check(self) -> None:
-        """Raise RuntimeError with what torch's watchdog has found, which looks ten times a second."""
-        if not self._on_gpu:
-            return
-        for group in self._all():
-            backend = group._get_backend(torch.device("cuda"))
-            error = backend.get_error().name if hasattr(backend, "get_error") else "SUCCESS"  # other backends than NCCL's have none
-            if error != "SUCCESS":
-                raise RuntimeError(f"{error} in the process group of ranks {dist.get_process_group_ranks(group)}")
-
-    def abort(self, seconds: float) -> bool:
-        """End every wait on GPUs; elsewhere each wait has its own limit."""
-        if not self._on_gpu:
-            return True
-        with self._lock:
-            # All at a time, each on a thread: NCCL waits for what the others have on the GPU, and may never come back.
-            for group in [] if self._aborting else self._all():
-                # Never freed: the destructor joins torch's watchdog, which sleeps a minute after it has found an error.
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-                self._aborting.append(threading.Thread(target=_abort, args=(group,), name="abort process group", daemon=True))
-                self._aborting[-1].start()
-        deadline = time.monotonic() + seconds
-        for thread in self._aborting:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._aborting)
-
-    def close(self) -> None:
-        """Destroy them, all of torch.distributed's if `everything`; those that are aborted end with the process."""
-        if self._aborting or not dist.is_initialized():
-            return
-        if self._everything:
-            dist.destroy_process_group()
-        else:
-            for axis in self.axes:
-                dist.destroy_process_group(axis.group)
-
-
-def _abort(group: dist.ProcessGroup) -> None:
-    with contextlib.suppress(RuntimeError):  # NCCL tells once more of the error that it is aborted for
-        group.abort()
 
 
 class Mesh:
@@ -90,7 +34,7 @@ class Mesh:
     """
 
     def __init__(
-        self, layout: Layout, device: torch.device, topology: Topology, *, timeout: datetime.timedelta, groups: _ProcessGroups
+        self, layout: Layout, device: torch.device, topology: Topology, *, timeout: datetime.timedelta, groups: ProcessGroups
     ) -> None:
         self.layout = layout
         self.device = device
@@ -98,12 +42,12 @@ class Mesh:
         self.ranks = np.arange(layout.world).reshape(layout.sizes)
         self.timeout = timeout
         self._lines = groups.axes
-        self.watched: list[Watched] = [groups]  # links before it: to end the groups may take that nothing else hangs on the GPU
+        self.watched: list[Watched] = [groups]
         self._kept: dict[Hashable, Any] = {}
-        self.failed = ""  # what ended a step between stages, if one has: what is under way on the links belongs to it
+        self._failed = ""  # what ended a step, if something has
         assert dist.group.WORLD is not None, "ranks meet before they talk"
         self.rank = dist.get_rank()
-        self.all = self._axis("all", range(layout.world), dist.group.WORLD)
+        self.all = self.line("all", range(layout.world), dist.group.WORLD)
         self._connect(self.all)
         # Our own groups under the DeviceMesh: those that it makes itself wait 30 minutes, whatever the limit of the process group.
         axes = [self.new_lines(name, self.along(name).tolist())[0] for name in AXES]
@@ -162,13 +106,14 @@ class Mesh:
             with named(f"connecting the {name} groups", self.all):
                 group = dist.new_group(list(ranks), timeout=self.timeout)
             if self.rank in ranks:
-                mine.append(self._axis(name, ranks, group))
+                mine.append(self.line(name, ranks, group))
         self._lines += mine
         for axis in mine:
             self._connect(axis)
         return mine
 
-    def _axis(self, name: str, ranks: Sequence[int], group: dist.ProcessGroup) -> Axis:
+    def line(self, name: str, ranks: Sequence[int], group: dist.ProcessGroup) -> Axis:
+        """This rank's view of these ranks, of which it is one, and of the process group that they talk over."""
         return Axis(name, ranks.index(self.rank), tuple(ranks), group, self.watched, self.timeout)
 
     def _connect(self, axis: Axis) -> None:
@@ -185,11 +130,23 @@ class Mesh:
         if slow is not None and self.rank == 0:
             warnings.warn(f"tp group {slow} leaves the NVLink domain: its slowest link is {self.topology.slowest(slow)}", stacklevel=4)
 
+    def fail(self, error: BaseException) -> None:
+        """Let nobody go on with this mesh: a step ended in the middle on this rank, and the others are elsewhere."""
+        if self.layout.world > 1:
+            self._failed = self._failed or (str(error).strip() or type(error).__name__).splitlines()[0]
+
+    def require_in_step(self) -> None:
+        """Raise DistributedError if a step has failed before, as `fail` was told."""
+        if self._failed:
+            raise DistributedError(
+                f"rank {self.rank}: a step has failed before ({self._failed}), and what is under way between the ranks belongs to it. "
+                "Close the mesh and start again"
+            )
+
     def _lost(self) -> bool:
         """Whether one of those watched reports a fault."""
         try:
-            for watched in self.watched:
-                watched.check()
+            check_all(self.watched)
         except RuntimeError:
             return True
         return False
@@ -200,7 +157,7 @@ class Mesh:
         If a step has failed or a peer has been lost, links and groups on GPUs are aborted, each within `ABORT` seconds; then this process
         has to end.
         """
-        if self.failed or self._lost():
+        if self._failed or self._lost():
             give_up(self.watched)
         for watched in self.watched:
             watched.close()
@@ -235,7 +192,7 @@ def init_mesh(*, tp: int = 1, pp: int = 1, dp: int = -1, cp: int = 1, device: st
     owns = not dist.is_initialized()
     if owns:
         join(where, timeout_s)
-    groups = _ProcessGroups([], everything=owns, on_gpu=where.type == "cuda")
+    groups = ProcessGroups([], everything=owns, on_gpu=where.type == "cuda")
     try:
         version = f"pymesh3d {__version__}, torch {torch.__version__.split('+')[0]}"
         texts = introduce(f"{version}|{host_name()}|{physical_device(where.index or 0)}", timeout_s)

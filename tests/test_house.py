@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     {"errors", "config"},
     {"placement", "schedule", "planner"},
-    {"axis", "mesh", "rendezvous", "topology"},
+    {"axis", "mesh", "process_groups", "rendezvous", "topology"},
     {"triton_kernels", "_C"},
     {"random", "initial"},
     {"comm"},

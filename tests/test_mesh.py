@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -371,7 +369,7 @@ class Transport:
 
 def closing(broken: bool, failed: str) -> list[str]:
     mesh, told = init_mesh(device="cpu"), list[str]()
-    mesh.failed = failed
+    mesh._failed = failed
     groups = mesh.watched.pop()
     mesh.watched += [Transport(told, "link", broken), Transport(told, "groups", False)]
     mesh.close()
@@ -383,53 +381,6 @@ def closing(broken: bool, failed: str) -> list[str]:
 def test_a_mesh_that_lost_a_peer_or_a_step_aborts_all_before_it_closes_any(ranks: Ranks, broken: bool, failed: str) -> None:
     assert ranks(1, closing, False, "") == [["close link", "close groups"]]
     assert ranks(1, closing, broken, failed) == [["abort link within 2 s", "abort groups within 2 s", "close link", "close groups"]]
-
-
-def test_process_groups_are_aborted_at_a_time_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As NCCL's are: each comes back only when the others have been told, and one not at all."""
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "destroy_process_group", lambda *_: pytest.fail("what is aborted must not be destroyed, which waits"))
-    told, all_told, never = list[int](), threading.Barrier(3), threading.Event()
-
-    class Group:
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        def abort(self) -> None:
-            told.append(self.number)
-            all_told.wait(20)
-            if self.number == 1:
-                raise RuntimeError("NCCL error: remote process exited")
-            if self.number == 2:
-                never.wait(20)
-
-    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=Group(0)))
-    axes = [Axis("dp", 0, (0, 1), Group(number)) for number in (1, 2)]  # type: ignore[arg-type]
-    groups = mesh_module._ProcessGroups(axes, everything=False, on_gpu=True)
-    assert not groups.abort(0.2)
-    groups.close()
-    never.set()
-    assert groups.abort(20)
-    assert sorted(told) == [0, 1, 2]
-
-
-@pytest.mark.parametrize("broken", [None, 0, 1])
-def test_what_the_watchdog_of_nccl_has_found_is_reported(monkeypatch: pytest.MonkeyPatch, broken: int | None) -> None:
-    def group(number: int) -> SimpleNamespace:
-        error = SimpleNamespace(name="COMM_ERROR" if number == broken else "SUCCESS")
-        return SimpleNamespace(_get_backend=lambda _: SimpleNamespace(get_error=lambda: error), number=number)
-
-    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=group(0)))
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [group.number, 7])
-    axes = [
-        Axis("dp", 0, (0, 1), group(1)),  # type: ignore[arg-type]
-        Axis("pp", 0, (0, 1), SimpleNamespace(_get_backend=lambda _: object())),  # type: ignore[arg-type]
-    ]
-    groups = mesh_module._ProcessGroups(axes, everything=False, on_gpu=True)
-    expected = nullcontext() if broken is None else pytest.raises(RuntimeError, match=rf"COMM_ERROR in .* \[{broken}, 7\]")
-    with expected:
-        groups.check()
-    mesh_module._ProcessGroups(axes, everything=False, on_gpu=False).check()
 
 
 def connected() -> list[tuple[int, ...]]:
@@ -488,7 +439,3 @@ def test_a_mesh_that_cannot_be_made_on_gpus_aborts_what_it_has_begun(alone: pyte
     with pytest.raises(DistributedError, match="connecting the tp groups failed"):
         init_mesh()
     assert sorted(told) == ["dp", "world"]
-
-
-def test_process_groups_off_gpus_are_left_alone() -> None:
-    assert mesh_module._ProcessGroups([Axis("dp", 0, (0, 1), None)], everything=True, on_gpu=False).abort(0.0)  # type: ignore[arg-type]

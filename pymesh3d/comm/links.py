@@ -157,11 +157,12 @@ class NcclLink:
         raise error
 
     def take(self) -> torch.Tensor:
-        number, tensor, microbatch = self._posted.popleft()
+        number, tensor, microbatch = self._posted[0]  # and stays there if it fails: NCCL may write into it later
         try:
             self._native.join(number, self._stream())
         except native.LinkError as error:
             raise_named(error, f"receive of {self._receives} of microbatch {microbatch}", self._line)
+        self._posted.popleft()
         return tensor
 
     def flush(self) -> None:

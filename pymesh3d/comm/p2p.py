@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pymesh3d.axis import Axis, named
+from pymesh3d.axis import named
 from pymesh3d.comm import native
 from pymesh3d.comm.agree import exchange_text
 from pymesh3d.comm.links import Expected, Link, NcclLink, TorchLink
 from pymesh3d.comm.watch import on_host
-from pymesh3d.errors import ConfigError, DistributedError
+from pymesh3d.errors import ConfigError
 from pymesh3d.mesh import Mesh
 
 VARIABLE = "PYMESH3D_P2P"  # of the environment; it forces one of `TRANSPORTS`
@@ -37,7 +37,7 @@ class Links:
         """`ring`: the last rank is joined with the first one too, for ranks that hold several stages. Made once a mesh, they are shared."""
         self.before: Link | None = None
         self.after: Link | None = None
-        self._mesh = mesh
+        self.mesh = mesh
         size = mesh.pp.size
         joined = [[rank, (rank + 1) % size] for rank in range(size if ring and size > 1 else size - 1)]
         lines = mesh.along("pp")
@@ -50,20 +50,6 @@ class Links:
                 self.after = link
             elif mesh.pp.rank == after:
                 self.before = link
-
-    def require_in_step(self) -> None:
-        """Raise DistributedError if a step has failed before, as `fail` was told."""
-        if self.before is self.after is None or not self._mesh.failed:
-            return
-        raise DistributedError(
-            f"rank {self._mesh.rank}: a step has failed before ({self._mesh.failed}), and what is under way between the stages belongs to "
-            "it. Close the mesh and start again"
-        )
-
-    def fail(self, error: BaseException) -> None:
-        """Do not go on with these links, nor with any of the mesh: a step ended in the middle, and the other ends are elsewhere."""
-        if self.before or self.after:
-            self._mesh.failed = self._mesh.failed or (str(error).strip() or type(error).__name__).splitlines()[0]
 
     def flush(self) -> None:
         """Wait until all that was sent has left; on CUDA the current stream waits, not the host."""
@@ -148,11 +134,11 @@ def _over_nccl(mesh: Mesh, wanted: Sequence[Pairs]) -> Callable[[int, Pairs], Li
         pair = next((pair for pair in pairs if mesh.rank in pair), None)
         if pair is None:
             return None
-        line = Axis("pp", pair.index(mesh.rank), tuple(pair), mesh.pp.group)
+        line = mesh.line("pp", pair, mesh.pp.group)
         unique = bytes.fromhex(ids[pair[0]].split()[number])
         with named("connecting stages", line):
             end = native.link(gpu, nccl, unique, line.ranks, line.rank, mesh.device, timeout=mesh.timeout.total_seconds())
-        mesh.watched.insert(0, end)
+        mesh.watched.insert(0, end)  # before the groups: NCCL ends those only when nothing else hangs on the GPU
         # What torch.cuda.current_stream(device).cuda_stream is, without making an object for each transfer.
         stream = functools.partial(torch._C._cuda_getCurrentRawStream, mesh.device.index)
         return NcclLink(end, line, **_names(line.rank == 0), device=mesh.device, stream=stream)

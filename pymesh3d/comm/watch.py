@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from pymesh3d.axis import Axis, Watched, give_up, named
+from pymesh3d.axis import Axis, Watched, check_all, give_up, named, raise_named
 from pymesh3d.errors import DistributedError
+from pymesh3d.mesh import Mesh
 
-LOOK = 0.01  # seconds between two looks at the peers
-GLANCE = 0.1  # the same, aside of the host, and how often torch's watchdog looks
+WAIT_PERIOD = 0.01  # seconds between two looks at the peers while the host waits
+THREAD_PERIOD = 0.1  # the same for the thread that looks meanwhile; torch's watchdog looks as often
 
 
 def on_host(tensor: torch.Tensor, operation: str, axis: Axis) -> torch.Tensor:
@@ -40,45 +41,50 @@ def wait_until(done: Callable[[], bool], watched: Iterable[Watched], seconds: fl
     They are asked at the end too: a transfer that has been given up lets the GPU go on, with whatever its memory holds.
     """
     deadline = time.monotonic() + seconds
-    look = time.monotonic() + LOOK
+    look = time.monotonic() + WAIT_PERIOD
     while not done():
         if (now := time.monotonic()) < look:
             continue
-        look = now + LOOK
-        for one in watched:
-            one.check()
+        look = now + WAIT_PERIOD
+        check_all(watched)
         if now > deadline:
             raise RuntimeError(f"the GPU has not finished within {seconds:g} s, the timeout of the mesh")
-    for one in watched:
-        one.check()
+    check_all(watched)
 
 
 @contextlib.contextmanager
-def looked_after(axis: Axis) -> Iterator[None]:
-    """Meanwhile a thread has an eye on those watched, and lets all of them give up at a fault of one, which the host's own error then names.
+def looked_after(operation: str, mesh: Mesh) -> Iterator[None]:
+    """Meanwhile, on GPUs, a thread looks at what the mesh talks over, and lets all of it give up at a fault. Raises DistributedError then.
 
-    The host may not get as far as to wait for the GPU: the driver takes about 1,024 kernels, and then stands until the GPU goes on.
+    The host may not get as far as to wait for the GPU itself, with a limit: the driver takes about 1,024 kernels, and then stands until the
+    GPU goes on. Elsewhere every wait has a limit of its own.
     """
+    if mesh.device.type != "cuda":
+        yield
+        return
     done = threading.Event()
     found: list[RuntimeError] = []
 
     def look() -> None:
         try:
-            while not done.wait(GLANCE):
-                for one in axis.watched:
-                    one.check()
-        except RuntimeError as error:  # the host meets what comes of it, as soon as it gets on
+            while not done.wait(THREAD_PERIOD):
+                check_all(mesh.watched)
+        except RuntimeError as error:
             found.append(error)
-            give_up(axis.watched)
+            give_up(mesh.watched)
 
     thread = threading.Thread(target=look, name="look after peers", daemon=True)
     thread.start()
     try:
         yield
-    except DistributedError as error:
+    except DistributedError as error:  # what came of it
+        done.set()
+        thread.join()
         if found and str(found[0]) not in str(error):
             raise DistributedError(f"{error}. Before that: {found[0]}") from error
         raise
     finally:
         done.set()
         thread.join()
+    if found:  # the GPU went on, with whatever its memory holds
+        raise_named(found[0], operation, mesh.all)

@@ -31,7 +31,7 @@ def run(
 
     Raises DistributedError where a run has failed before, whatever the reason: its messages would be taken for this one's.
     """
-    links.require_in_step()
+    links.mesh.require_in_step()
     device = microbatches[0].ids.device
     loss = torch.zeros((), dtype=torch.float64, device=device)
     made: dict[Action, torch.Tensor | None] = {}  # by F and B, until it is sent
@@ -57,7 +57,7 @@ def run(
                     raise AssertionError(f"no rule to run {action}")
         links.flush()
     except BaseException as error:
-        links.fail(error)
+        links.mesh.fail(error)
         raise
     finally:
         for stage in stages.values():

@@ -7,13 +7,14 @@ import os
 import signal
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from pymesh3d.axis import Axis
+from pymesh3d.axis import ABORT, Axis
 from pymesh3d.comm import native
 from pymesh3d.comm.links import Expected, NcclLink
 from pymesh3d.comm.p2p import Links
@@ -180,24 +181,26 @@ def test_a_killed_peer_is_an_error_that_names_it(fresh_ranks: Ranks, library: st
         assert "the communicator has been aborted" in text or reason in text
 
 
-def aborted_link(library: str) -> str | None:
-    """What the last stage of three is told of its link after it has been aborted."""
-    mesh, told = init_mesh(pp=3, device="cpu"), None
+def aborted_link(library: str) -> tuple[str, list[float]] | None:
+    """What the last stage of three is told of its link after it has been aborted, and whether all else under the mesh gives up then."""
+    mesh, told, given_up = init_mesh(pp=3, device="cpu"), None, list[float]()
     with stub.under_links(library):
         links = Links(mesh)
         dist.barrier()
         if (link := links.before) and links.after is None:
             mesh.watched[0].abort(10.0)
-            told = text_of(lambda: link.send(torch.zeros(1), 7))
+            mesh.watched.append(SimpleNamespace(check=lambda: None, abort=given_up.append, close=lambda: None))  # type: ignore[arg-type]
+            told = text_of(lambda: link.send(torch.zeros(1), 7)), list(given_up)
         dist.barrier()
         mesh.close()
     return told
 
 
 def test_both_layers_name_the_same_ranks(ranks: Ranks, library: str) -> None:
-    *_, told = ranks(3, aborted_link, library)
+    *_, (told, given_up) = ranks(3, aborted_link, library)
     reason = "a transfer between rank 2 and rank 1 failed: the communicator has been aborted"
     assert told.startswith(f"rank 2: send of gradients of microbatch 7 over axis pp with ranks [1] failed: {reason}.")
+    assert given_up == [ABORT]
 
 
 def failing_calls(library: str) -> list[str] | list[float]:

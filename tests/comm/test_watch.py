@@ -6,6 +6,7 @@ import datetime
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ import torch.distributed as dist
 
 from pymesh3d.axis import Axis, named
 from pymesh3d.comm import collectives
-from pymesh3d.comm.watch import LOOK, looked_after, on_host, wait_until
+from pymesh3d.comm.watch import THREAD_PERIOD, WAIT_PERIOD, looked_after, on_host, wait_until
 from pymesh3d.errors import ConfigError, DistributedError
+from pymesh3d.mesh import Mesh
 
 
 class Peer:
@@ -48,7 +50,7 @@ def test_it_ends_when_it_is_done() -> None:
     wait_until(after(0.2), peers, 5.0)
     assert 0.2 <= time.monotonic() - began < 1.0
     assert [peer.aborted for peer in peers] == [0, 0]
-    assert all(2 <= peer.looks <= 0.2 / LOOK + 1 for peer in peers)
+    assert all(2 <= peer.looks <= 0.2 / WAIT_PERIOD + 1 for peer in peers)
 
 
 def test_what_is_done_may_have_been_given_up() -> None:
@@ -96,7 +98,14 @@ def test_when_a_collective_fails_all_give_up(error: Exception, told: str, aborte
     assert [peer.aborted for peer in peers] == [aborted] * 2
 
 
+def mesh_of(*peers: Peer, device: str = "cuda") -> Mesh:
+    axis = axis_of(*peers)
+    stand_in = SimpleNamespace(device=torch.device(device), watched=axis.watched, all=axis)
+    return stand_in  # type: ignore[return-value]
+
+
 def test_a_peer_is_found_lost_while_the_host_stands_in_the_driver() -> None:
+    """What comes of it may be an error of its own, which then names its cause, or nothing that anybody would notice."""
     given_up = threading.Event()
 
     class Link(Peer):
@@ -105,26 +114,45 @@ def test_a_peer_is_found_lost_while_the_host_stands_in_the_driver() -> None:
             return super().abort(seconds)
 
     peers = [Peer(fails=0.2), Link()]
-    axis = axis_of(*peers)
-    with pytest.raises(DistributedError, match=r"^rank 0: all-reduce .*: aborted\. .*\. Before that: the peer is gone$"), looked_after(axis):
+    mesh = mesh_of(*peers)
+    cause = r"^rank 0: all-reduce .*: aborted\. .*\. Before that: the peer is gone$"
+    with pytest.raises(DistributedError, match=cause), looked_after("a step", mesh):
         assert given_up.wait(10), "the GPU never goes on"
-        with named("all-reduce", axis):
+        with named("all-reduce", mesh.all):
             raise RuntimeError("aborted")
     assert [peer.aborted for peer in peers] == [2, 2], "by the thread, and by the host"
+    given_up.clear()
+    unnoticed = r"^rank 0: a step over axis tp with ranks \[1\] failed: the peer is gone\. One of"
+    with pytest.raises(DistributedError, match=unnoticed), looked_after("a step", mesh):
+        assert given_up.wait(10)
+    with pytest.raises(KeyError), looked_after("a step", mesh_of(Peer())):
+        raise KeyError("of the step")
+    with pytest.raises(DistributedError, match=r"^the batches differ$"), looked_after("a step", mesh_of(Peer())):
+        raise DistributedError("the batches differ")
 
 
 def test_nobody_looks_after_the_end() -> None:
-    peer = Peer()
-    began = time.monotonic()
-    with looked_after(axis_of(peer)):
-        time.sleep(0.25)
-    assert time.monotonic() - began < 1.0
-    looks = peer.looks
-    peer.fails = 0.0
-    time.sleep(0.25)
-    assert looks in (1, 2, 3) and peer.looks == looks and not peer.aborted
-    with pytest.raises(KeyError), looked_after(axis_of(Peer())):
-        raise KeyError("of the step")
+    looked = threading.Event()
+
+    class Watched(Peer):
+        def check(self) -> None:
+            looked.set()
+            super().check()
+
+    peer = Watched()
+    with looked_after("a step", mesh_of(peer)):
+        assert looked.wait(10)
+    looks, peer.fails = peer.looks, 0.0
+    time.sleep(2.5 * THREAD_PERIOD)
+    assert peer.looks == looks and not peer.aborted
+
+
+def test_off_gpus_nobody_looks() -> None:
+    """There every wait has its own limit, and nothing waits without the host."""
+    peer = Peer(fails=0.0)
+    with looked_after("a step", mesh_of(peer, device="cpu")):
+        time.sleep(2.5 * THREAD_PERIOD)
+    assert not peer.looks and not peer.aborted
 
 
 class OnGpu(torch.Tensor):

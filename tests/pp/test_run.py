@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,18 +173,22 @@ def test_an_action_without_a_rule_is_refused_and_nothing_is_kept() -> None:
     microbatch = Microbatch(torch.zeros(1, 1), torch.zeros(1, 1), Expected((1, 1), torch.float64, 0))
     links = Links.__new__(Links)
     links.before = links.after = None
+    told = list[str]()
+    mesh = SimpleNamespace(require_in_step=lambda: told.append("begins"), fail=lambda error: told.append(str(error)))
+    links.mesh = mesh  # type: ignore[assignment]
     with pytest.raises(AssertionError, match="no rule to run W0"):
         run([(Action("F", 0, 0),), (Action("W", 0, 0),)], {0: stage}, links, [microbatch])
+    assert told == ["begins", "no rule to run W0@0"]
     with pytest.raises(KeyError):
         stage.backward(0, None)
 
 
-def goes_on_after_a_failed_step(batches: Sequence[Batch]) -> list[str]:
-    """pp 2: rank 1 has no memory for its second microbatch. What each rank is told of that step, of two more, and of an evaluation."""
-    engine = parallelize(Llama(SMALL, device="meta"), init_mesh(pp=2, device="cpu", timeout_s=2.0), FLOAT64)
+def goes_on_after_a_failed_step(axis: str, batches: Sequence[Batch]) -> list[str]:
+    """2 ranks: rank 1 has no memory for its second microbatch. What each is told of that step, of two more, and of an evaluation."""
+    engine = parallelize(Llama(SMALL, device="meta"), init_mesh(**{axis: 2}, device="cpu", timeout_s=2.0), FLOAT64)
     engine.train_step(share(batches[0], engine))
     told = []
-    stage = engine.stages[engine.mesh.pp.rank]
+    (stage,) = engine.stages.values()
     forward = stage.forward
 
     def without_room(number: int, *rest: Any, **options: Any) -> torch.Tensor:
@@ -207,12 +212,15 @@ def goes_on_after_a_failed_step(batches: Sequence[Batch]) -> list[str]:
     return told
 
 
-def test_nobody_goes_on_after_a_failed_step(ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("axis", "operation"), [("pp", r"receive of gradients of microbatch \d over axis pp"), ("tp", "all-reduce over axis tp")]
+)
+def test_nobody_goes_on_after_a_failed_step(ranks: Ranks, axis: str, operation: str) -> None:
     """What is under way would be taken for the next step's."""
-    (waited, *first), (spoiled, *second) = ranks(2, goes_on_after_a_failed_step, MASKED)
-    assert spoiled == "no room" and re.match(r"rank 0: receive of gradients of microbatch \d over axis pp with ranks \[1\] failed", waited)
+    (waited, *first), (spoiled, *second) = ranks(2, goes_on_after_a_failed_step, axis, MASKED)
+    assert spoiled == "no room" and re.match(rf"rank 0: {operation} with ranks \[1\] failed", waited)
     for rank, reason, texts in ((0, waited, first), (1, spoiled, second)):
-        text = f"rank {rank}: a step has failed before ({reason}), and what is under way between the stages belongs to it. "
+        text = f"rank {rank}: a step has failed before ({reason}), and what is under way between the ranks belongs to it. "
         assert texts == [text + "Close the mesh and start again"] * 3
 
 
