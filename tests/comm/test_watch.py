@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from pymesh3d import engine as engine_module
 from pymesh3d.axis import Axis, named
 from pymesh3d.comm import collectives
 from pymesh3d.comm.watch import THREAD_PERIOD, WAIT_PERIOD, looked_after, on_host, wait_until
+from pymesh3d.engine import parallelize
 from pymesh3d.errors import ConfigError, DistributedError
-from pymesh3d.mesh import Mesh
+from pymesh3d.mesh import Mesh, init_mesh
+from pymesh3d.models.llama import Llama
+from tests.plain import FLOAT64, SMALL, batch_of
 
 
 class Peer:
@@ -153,6 +159,41 @@ def test_off_gpus_nobody_looks() -> None:
     with looked_after("a step", mesh_of(peer, device="cpu")):
         time.sleep(2.5 * THREAD_PERIOD)
     assert not peer.looks and not peer.aborted
+
+
+def what_is_looked_after() -> list[str]:
+    """What an engine does in a step and an evaluation, and what of that is looked after."""
+    engine = parallelize(Llama(SMALL, device="meta"), init_mesh(device="cpu"), FLOAT64)
+    told = list[str]()
+
+    @contextlib.contextmanager
+    def noted(operation: str, _: Mesh) -> Iterator[None]:
+        told.append(f"{operation}:")
+        yield
+        told.append(".")
+
+    def telling(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any, **options: Any) -> Any:
+            told.append(name)
+            return function(*given, **options)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "looked_after", noted)
+        patch.setattr(engine, "_prepare", telling("prepare", engine._prepare))
+        patch.setattr(engine, "_agree_on_loss", telling("agree", engine._agree_on_loss))
+        patch.setattr(engine.zero, "step", telling("update", engine.zero.step))
+        batch = batch_of(4, 8)
+        engine.train_step(batch)
+        engine.eval_step(batch)
+    engine.mesh.close()
+    return told
+
+
+def test_all_that_may_wait_for_a_gpu_is_looked_after(ranks: Callable[..., list[Any]]) -> None:
+    (told,) = ranks(1, what_is_looked_after)
+    assert " ".join(told) == "a step: prepare agree . an update: update . an evaluation: prepare agree ."
 
 
 class OnGpu(torch.Tensor):
