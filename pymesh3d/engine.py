@@ -8,7 +8,7 @@ import math
 import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -299,34 +299,51 @@ class Engine:
         return self._agree_on_loss(run(steps, self.stages, self.links, microbatches, train=train), microbatches)
 
     def _agree_on_loss(self, loss: torch.Tensor, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
-        """The sums over dp of losses and tokens. tp ranks hold the same ones, so the first speaks for them; stages have the same tokens.
+        """The sums of what the ranks report of a step: losses and tokens.
 
         Raises DistributedError where ranks of one dp coordinate had different batches, and with dropout where one had more samples.
         """
         mesh = self.mesh
-        tokens = sum(microbatch.ids.numel() for microbatch in microbatches) if mesh.pp.rank == 0 else 0
-        samples = torch.full_like(loss, sum(len(microbatch.ids) for microbatch in microbatches))
-        memory = torch.full_like(loss, _peak_memory_gib(mesh.device))
-        mine = torch.stack((loss, torch.full_like(loss, tokens), _fingerprint(microbatches), samples, memory))
-        if mesh.tp.rank:
-            mine[:2] = 0
-        rows = on_host(gather_rows(mine, mesh.all), "loss", mesh.all).tolist()
-        for first in range(mesh.dp.size):
-            ranks = mesh.ranks[:, first].flatten().tolist()
-            others = [rank for rank in ranks if rows[rank][2] != rows[ranks[0]][2]]
+        first = mesh.tp.rank == 0  # tp ranks hold the same losses and tokens, and stages the same tokens: one speaks for all
+        mine = _Report(
+            loss=loss if first else 0,
+            tokens=sum(microbatch.ids.numel() for microbatch in microbatches) if first and mesh.pp.rank == 0 else 0,
+            batch=_fingerprint(microbatches),
+            samples=sum(len(microbatch.ids) for microbatch in microbatches),
+            memory_gib=_peak_memory_gib(mesh.device),
+        )
+        row = torch.stack([value if isinstance(value, torch.Tensor) else torch.full_like(loss, value) for value in mine])
+        reports = [_Report(*numbers) for numbers in on_host(gather_rows(row, mesh.all), "loss", mesh.all).tolist()]
+        self._require_equal_batches(reports)
+        self.memory_gib = max(report.memory_gib for report in reports)
+        return sum(report.loss for report in reports), int(sum(report.tokens for report in reports))
+
+    def _require_equal_batches(self, reports: Sequence[_Report]) -> None:
+        mesh = self.mesh
+        for coordinate in range(mesh.dp.size):
+            ranks = mesh.ranks[:, coordinate].flatten().tolist()
+            others = [rank for rank in ranks if reports[rank].batch != reports[ranks[0]].batch]
             if others:
                 raise DistributedError(
-                    f"ranks {others} had another batch than rank {ranks[0]}, and all have dp coordinate {first}. "
+                    f"ranks {others} had another batch than rank {ranks[0]}, and all have dp coordinate {coordinate}. "
                     "Choose a rank's batch by mesh.dp.rank, not by its rank"
                 )
-        sizes = [int(rows[rank][3]) for rank in mesh.ranks[0, :, 0, 0]]
+        sizes = [int(reports[rank].samples) for rank in mesh.ranks[0, :, 0, 0]]
         if self.config.dropout and len(set(sizes)) > 1:
             raise DistributedError(
                 f"samples of each dp coordinate: {sizes}. With dropout, whose masks belong to places in the global batch, they must be "
                 "equal. Give every dp rank as many samples"
             )
-        self.memory_gib = max(row[4] for row in rows)
-        return sum(row[0] for row in rows), int(sum(row[1] for row in rows))
+
+
+class _Report(NamedTuple):
+    """What each rank tells all others after a step."""
+
+    loss: Any  # a number, or before it is told a float64 tensor [] on the device
+    tokens: Any
+    batch: Any  # a number that tells batches apart
+    samples: Any
+    memory_gib: Any
 
 
 def _peak_memory_gib(device: torch.device) -> float:
