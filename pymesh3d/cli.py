@@ -383,7 +383,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say_once(str(error))
         status = 1
     except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):  # which is how the CPU says it
+        of_the_cpu = ("can't allocate memory", "Storage size calculation overflowed")  # its ways to say it
+        if not isinstance(error, torch.OutOfMemoryError) and not any(words in str(error) for words in of_the_cpu):
             raise
         _say(f"out of memory ({str(error).splitlines()[0]}). Use more ranks, or a smaller model, batch or sequence")
         status = 1

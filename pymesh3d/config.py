@@ -163,7 +163,7 @@ class ModelConfig:
         except FileNotFoundError as error:
             instead = f"Use one of {', '.join(MODELS)}, or a JSON file such as {EXAMPLE}"
             raise ConfigError(f"model={name_or_file!r}", "neither a known name nor a file that exists", instead) from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"model file {str(path)!r}", f"not readable as JSON ({error})", f"It may hold {EXAMPLE}") from error
         known = {field.name for field in dataclasses.fields(ModelConfig)}
         if not isinstance(fields, dict) or not set(fields) <= known:
@@ -311,7 +311,7 @@ def validate(model: ModelConfig, layout: Layout, train: TrainConfig) -> None:
         raise ConfigError(f"virtual_pp={train.virtual_pp}, pp=1", "several stages a rank need several ranks", "Use pp=2, or virtual_pp=1")
     if model.layers < pp * train.virtual_pp:
         given = f"layers={model.layers}, pp={pp}" + (f", virtual_pp={train.virtual_pp}" if train.virtual_pp > 1 else "")
-        raise ConfigError(given, "each stage needs at least one layer", f"Use pp={max(model.layers // train.virtual_pp, 1)} or less")
+        raise ConfigError(given, "each stage needs at least one layer", _fewer_stages(model.layers, pp, train.virtual_pp))
     if train.global_batch % dp:
         rounded = math.ceil(train.global_batch / dp) * dp
         raise ConfigError(
@@ -319,6 +319,15 @@ def validate(model: ModelConfig, layout: Layout, train: TrainConfig) -> None:
             "dp must divide global_batch, so that no dp rank has more to do",
             f"Use global_batch={rounded}",
         )
+
+
+def _fewer_stages(layers: int, pp: int, virtual_pp: int) -> str:
+    """What to do about too few layers; several stages a rank need two ranks."""
+    if virtual_pp == 1 or layers // virtual_pp > 1:
+        return f"Use pp={layers // virtual_pp} or less"
+    if layers // pp > 1:
+        return f"Use virtual_pp={layers // pp} or less"
+    return f"Use schedule='1f1b' with virtual_pp=1 and pp={min(pp, layers)}"
 
 
 def runs(model: ModelConfig, layout: Layout, train: TrainConfig) -> bool:

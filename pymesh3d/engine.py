@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pymesh3d.comm.agree import exchange_text
+from pymesh3d.comm.agree import exchange_numbers, exchange_text
 from pymesh3d.comm.collectives import all_reduce_, gather_rows
 from pymesh3d.comm.links import Expected
 from pymesh3d.comm.p2p import Links
@@ -152,6 +152,7 @@ class Engine:
         self._divisor = torch.ones((), dtype=torch.int64, device=mesh.device)
         self.memory_gib = 0.0
         self._calls = 0  # of forward_backward since the last optimizer step
+        self._compared = False  # the shapes of the ranks' batches
         held = held_layers(model.config, mesh.pp.size, config.virtual_pp)[mesh.pp.rank]
         last = mesh.pp.size * config.virtual_pp - 1
         self.stages: dict[int, Stage] = {}  # of this rank, by their number in the pipeline
@@ -237,7 +238,12 @@ class Engine:
 
     def _prepare(self, batch: tuple[torch.Tensor, torch.Tensor], *, train: bool) -> list[Microbatch]:
         self.mesh.require_in_step()  # before dp ranks wait for each other
-        ids, targets = (part.to(self.mesh.device, torch.int64, non_blocking=True) for part in self._checked(batch))
+        batch = self._checked(batch)
+        if not self._compared:  # once, since the host waits for it
+            shapes = exchange_numbers(torch.tensor(batch[0].shape), self.mesh, "comparing batches")
+            self._require_one_batch([tuple(shape) for shape in shapes.tolist()], "shape of batch")
+            self._compared = True
+        ids, targets = (part.to(self.mesh.device, torch.int64, non_blocking=True) for part in batch)
         self._divisor = all_reduce_((targets != IGNORE_INDEX).sum(), self.mesh.dp).wait().clamp(min=1)
         number = math.ceil(ids.shape[0] / self.config.micro_batch)
         held = ids.shape[1] // (self.mesh.tp.size if self.config.sequence_parallel else 1)
@@ -314,21 +320,24 @@ class Engine:
         )
         row = torch.stack([value if isinstance(value, torch.Tensor) else torch.full_like(loss, value) for value in mine])
         reports = [_Report(*numbers) for numbers in on_host(gather_rows(row, mesh.all), "loss", mesh.all).tolist()]
-        self._require_equal_batches(reports)
+        self._require_one_batch([report.batch for report in reports], "batch")
+        self._require_equal_sizes(reports)
         self.memory_gib = max(report.memory_gib for report in reports)
         return sum(report.loss for report in reports), int(sum(report.tokens for report in reports))
 
-    def _require_equal_batches(self, reports: Sequence[_Report]) -> None:
-        mesh = self.mesh
-        for coordinate in range(mesh.dp.size):
-            ranks = mesh.ranks[:, coordinate].flatten().tolist()
-            others = [rank for rank in ranks if reports[rank].batch != reports[ranks[0]].batch]
+    def _require_one_batch(self, of_ranks: Sequence[object], what: str) -> None:
+        """Raise DistributedError where ranks of one dp coordinate do not have the same."""
+        for coordinate in range(self.mesh.dp.size):
+            ranks = self.mesh.ranks[:, coordinate].flatten().tolist()
+            others = [rank for rank in ranks if of_ranks[rank] != of_ranks[ranks[0]]]
             if others:
                 raise DistributedError(
-                    f"ranks {others} had another batch than rank {ranks[0]}, and all have dp coordinate {coordinate}. "
+                    f"ranks {others} had another {what} than rank {ranks[0]}, and all have dp coordinate {coordinate}. "
                     "Choose a rank's batch by mesh.dp.rank, not by its rank"
                 )
-        sizes = [int(reports[rank].samples) for rank in mesh.ranks[0, :, 0, 0]]
+
+    def _require_equal_sizes(self, reports: Sequence[_Report]) -> None:
+        sizes = [int(reports[rank].samples) for rank in self.mesh.ranks[0, :, 0, 0]]
         if self.config.dropout and len(set(sizes)) > 1:
             raise DistributedError(
                 f"samples of each dp coordinate: {sizes}. With dropout, whose masks belong to places in the global batch, they must be "

@@ -53,7 +53,7 @@ def join(device: torch.device, timeout_s: float) -> None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise DistributedError(
-            f"rank {rank} of {world} could not meet the others at {host}:{port} within {timeout_s:g} s: {error}. "
+            f"rank {rank} of {world} could not meet the others at {host}:{port} within {timeout_s:g} s: {str(error).rstrip('.')}. "
             "If the port is in use, give another MASTER_PORT; if ranks are missing, look at their own output"
         ) from error
 

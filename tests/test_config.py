@@ -288,3 +288,16 @@ def test_divisors() -> None:
 def test_single_values(record: type, fields: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigError, match="^" + re.escape(text)):
         record(**fields)
+
+
+@given(st.integers(1, 9), st.integers(2, 6), st.integers(1, 5))
+def test_what_is_said_of_too_few_layers_works(layers: int, pp: int, virtual: int) -> None:
+    model, train = ModelConfig(layers=layers), TrainConfig(schedule="interleaved" if virtual > 1 else "1f1b", virtual_pp=virtual)
+    try:
+        validate(model, Layout(pp=pp), train)
+    except ConfigError as error:
+        told = dict(re.findall(r"(\w+)='?(\w+)'?", error.instead))
+        train = TrainConfig(schedule=told.get("schedule", train.schedule), virtual_pp=int(told.get("virtual_pp", virtual)))
+        validate(model, Layout(pp=int(told.get("pp", pp))), train)
+    else:
+        assert layers >= pp * virtual

@@ -450,24 +450,29 @@ def test_what_cannot_be_trained_is_refused_on_all_stages(ranks: Ranks) -> None:
 
 
 def different_batches(sizes: dict[str, int], batches: Sequence[Batch]) -> list[str]:
-    """What is said of a batch that rank 1 alone has, of the same samples in another order, and of one that all have."""
-    engine, texts = engine_on(**sizes), []
-    for batch, other in ((batches[0], batches[1]), (batches[0], tuple(part.flip(0) for part in batches[0])), (batches[0], batches[0])):
+    """What is said of batches that the last rank alone has: fewer samples, others, the same in another order; and of one that all have."""
+    texts = []
+    last = batches[0], tuple(part[::2] for part in batches[0]), batches[1], tuple(part.flip(0) for part in batches[0]), batches[0]
+    for number in (1, 2, 3, 4):
+        engine = engine_on(**sizes)
         for step in (engine.eval_step, engine.forward_backward):
             try:
-                step(other if engine.mesh.rank == 1 else batch)  # type: ignore[operator]
+                step(last[number] if engine.mesh.rank == engine.mesh.layout.world - 1 else batches[0])  # type: ignore[operator]
                 texts.append("fine")
             except DistributedError as error:
                 texts.append(str(error))
-    engine.mesh.close()
+        engine.mesh.close()
     return texts
 
 
-@pytest.mark.parametrize("axis", ["tp", "pp"])
-def test_ranks_of_one_dp_coordinate_have_the_same_batch(ranks: Ranks, axis: str) -> None:
-    text = "ranks [1] had another batch than rank 0, and all have dp coordinate 0. Choose a rank's batch by mesh.dp.rank, not by its rank"
-    assert ranks(2, different_batches, {axis: 2}, BATCHES) == [[text] * 4 + ["fine"] * 2] * 2
-    assert ranks(2, different_batches, {"dp": 2}, BATCHES) == [["fine"] * 6] * 2
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_ranks_of_one_dp_coordinate_have_the_same_batch(ranks: Ranks, sizes: dict[str, int]) -> None:
+    world = math.prod(sizes.values())
+    text = "ranks [{}] had another {} than rank {}, and all have dp coordinate {}. Choose a rank's batch by mesh.dp.rank, not by its rank"
+    texts = [text.format(world - 1, what, world - 2, world // 2 - 1) for what in ("shape of batch", "batch", "batch")]
+    told = [text for text in texts for _ in range(2)]
+    assert ranks(world, different_batches, sizes, BATCHES) == [[*told, "fine", "fine"]] * world
+    assert ranks(2, different_batches, {"dp": 2}, BATCHES) == [["fine"] * 8] * 2
 
 
 def swapped_arguments() -> list[str]:

@@ -108,7 +108,10 @@ class Zero:
             flat = [master for master, bucket in zip(self.masters, self.buckets, strict=True) if bucket.decay == decay]
             if flat:
                 groups.append({"params": flat, "weight_decay": weight_decay if decay else 0.0})
-        self.optimizer = optimizer(groups)
+        try:
+            self.optimizer = optimizer(groups)
+        except ValueError as error:  # LBFGS takes no groups
+            raise _no_optimizer(f"optimizer={optimizer!r} raised {error}") from error
         if not isinstance(self.optimizer, torch.optim.Optimizer) or type(self.optimizer).__name__ in NOT_ELEMENTWISE:
             raise _no_optimizer(f"optimizer={optimizer!r} made a {type(self.optimizer).__name__}")
         self.optimizer.register_step_pre_hook(self._require_updating)
@@ -303,6 +306,8 @@ class Zero:
 
         wrong = [f"without {name}" for name in needed if name not in tensors]
         wrong += [f"with {name} {list(tensor.shape)}" for name, tensor in tensors.items() if not fits(name, tensor)]
+        if not wrong and not float(tensors["steps_taken"]).is_integer():
+            wrong = [f"with steps_taken {tensors['steps_taken'].item()}"]
         if wrong:
             raise ConfigError(
                 f"a state {', '.join(wrong)}",

@@ -25,6 +25,7 @@ def test_the_newest_is_the_last_complete_one(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / MANIFEST).write_text("{}")
     (tmp_path / "step-00000015").mkdir()  # no manifest
+    (tmp_path / "step-00000015" / "rank-0.safetensors").touch()
     assert newest(tmp_path) == 10
     (tmp_path / "step-100000000").mkdir()  # more digits, but later than all others
     (tmp_path / "step-100000000" / MANIFEST).write_text("{}")

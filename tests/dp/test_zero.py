@@ -350,6 +350,21 @@ def test_values_written_later_are_taken_over_and_no_others(ranks: Ranks, stage: 
         assert all(held), held
 
 
+def written_before_a_step() -> list[float]:
+    """What a step that changes nothing leaves of values that were written before it."""
+    mesh = init_mesh(device="cpu")
+    layer = nn.Linear(4, 1, bias=False, dtype=torch.bfloat16)
+    zero = Zero(layer, mesh, stage=1, optimizer=functools.partial(torch.optim.SGD, lr=0.0), weight_decay=0.0)
+    layer.load_state_dict({"weight": torch.full((1, 4), 3.0)})
+    zero.step()
+    mesh.close()
+    return layer.weight.flatten().tolist()
+
+
+def test_a_step_takes_over_what_was_written(ranks: Ranks) -> None:
+    assert ranks(2, written_before_a_step) == [[3.0] * 4] * 2
+
+
 CHANGED = (
     "was replaced, moved, added, removed, frozen or unfrozen after Zero was made: the parameters that are trained must stay the same, "
     "in the flat buffers of one Zero. Make these changes first, then Zero; write new values with copy_() or load_state_dict()"
