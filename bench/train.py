@@ -1,4 +1,4 @@
-"""Trains the same model on the same data in every layout of the GPUs that are here (or of 4 CPU processes) and compares the loss curves.
+"""Trains the same model on the same data in every layout of the GPUs that are here (or of 2 CPU processes) and compares the loss curves.
 
 Each row is one run of `pymesh3d train`: throughput (median of the second half of the steps), memory of the fullest rank, and how far its
 losses are from those of one process. Layouts round at different places and training amplifies that, in bf16 at once, in float32 after
@@ -22,7 +22,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from . import report
 
-STEPS = 100
+STEPS = {"cuda": 100, "cpu": 20}
+CPU_RANKS = 2
 LIMIT = 600.0  # seconds that one run may take
 COLUMNS = {
     "tp": ("tp", ""),
@@ -37,7 +38,7 @@ COLUMNS = {
     "mean_difference": ("mean\ndifference", ".1e"),
     "within_bounds": ("in\nbounds", ""),
 }
-# Over 100 steps of the default job: the largest difference of one step's loss, and the mean difference.
+# Over 100 steps of the default job, or fewer: the largest difference of one step's loss, and the mean difference.
 BOUNDS = {"float32": (1e-4, 2e-5), "bfloat16": (1.5e-1, 2e-2)}
 
 
@@ -101,15 +102,15 @@ def _name(layout: dict[str, int]) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in layout.items())
 
 
-def main(json_file: str | None = None, *, model: str = "tiny", steps: int = STEPS, options: tuple[str, ...] = ()) -> int:
+def main(json_file: str | None = None, *, model: str = "tiny", steps: int | None = None, options: tuple[str, ...] = ()) -> int:
     """Run all layouts, print the table, and write it with every loss to `json_file`. 1 if a row is outside its bounds, else 0.
 
     A layout that fails is named, and the others go on; then the status is 1 too.
     """
-    on_gpu = torch.cuda.is_available()
-    dtype = "bfloat16" if on_gpu else "float32"
-    world = torch.cuda.device_count() if on_gpu else 4
-    common = [f"--model={model}", f"--steps={steps}", f"--dtype={dtype}", f"--device={'cuda' if on_gpu else 'cpu'}", *options]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype, world = ("bfloat16", torch.cuda.device_count()) if device == "cuda" else ("float32", CPU_RANKS)
+    steps = STEPS[device] if steps is None else steps
+    common = [f"--model={model}", f"--steps={steps}", f"--dtype={dtype}", f"--device={device}", *options]
     rows: list[report.Row] = []
     curves: dict[str, list[float]] = {}
     failed: list[str] = []
@@ -117,6 +118,7 @@ def main(json_file: str | None = None, *, model: str = "tiny", steps: int = STEP
     todo = layouts(world)
     columns = (TextColumn("training {task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("layouts"), TimeElapsedColumn())
     console = Console(highlight=False)
+    console.print(f"{len(todo)} layouts of up to {world} ranks, {steps} steps each")
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=len(todo))
         for layout in todo:
@@ -144,7 +146,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--model", default="tiny")
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--steps", type=int)
     parser.add_argument("options", nargs="*", help="further options of `pymesh3d train`, after --")
     given = parser.parse_args()
     sys.exit(main(given.json, model=given.model, steps=given.steps, options=tuple(given.options)))

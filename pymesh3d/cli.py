@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import datetime
 import difflib
+import importlib
 import io
 import os
 import select
@@ -21,9 +22,6 @@ import torch
 from rich.console import Console
 
 from pymesh3d import __version__
-from pymesh3d.bench import cross_entropy, dropout, p2p, philox, rotary, swiglu
-from pymesh3d.bench import model as bench_model
-from pymesh3d.bench import train as bench_train
 from pymesh3d.commands import check, draw, env, train
 from pymesh3d.commands.files import require_writable
 from pymesh3d.commands.spelling import as_typed, fields_of, option_of
@@ -33,16 +31,7 @@ from pymesh3d.launch import is_child, launch, watch_parent
 from pymesh3d.rendezvous import agent_store, world_size
 from pymesh3d.schedule import SCHEDULES as DRAWN
 
-BENCHMARKS = {
-    "cross_entropy": cross_entropy.main,
-    "dropout": dropout.main,
-    "model": bench_model.main,
-    "p2p": p2p.main,
-    "philox": philox.main,
-    "rotary": rotary.main,
-    "swiglu": swiglu.main,
-    "train": bench_train.main,
-}
+BENCHMARKS = ("cross_entropy", "dropout", "model", "p2p", "philox", "rotary", "swiglu", "train")
 RANKS_OF_A_CORE = 32  # at most: more than that is a slip of the pen
 NOT_YET = {  # option: what it can be, what it cannot be yet, and what to do instead
     "schedule": (SCHEDULES, "gpipe, 1f1b and interleaved are here; zero-bubble schedules are not available yet", "Use --schedule 1f1b"),
@@ -309,7 +298,8 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if args.command == "draw":
         return draw.run(args.schedule, args.pp, args.microbatches, args.virtual_pp, args.out, args.json)
     if args.command == "bench":
-        return BENCHMARKS[args.name](args.json)
+        status: int = importlib.import_module(f"pymesh3d.bench.{args.name}").main(args.json)  # of all the one that is asked for
+        return status
     if args.world < 1:
         raise ConfigError(f"--world {args.world}", "needs at least one rank", "Use --world 8")
     _require_gpu(args.device)

@@ -166,8 +166,9 @@ class ModelConfig:
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"model file {str(path)!r}", f"not readable as JSON ({error})", f"It may hold {EXAMPLE}") from error
         known = {field.name for field in dataclasses.fields(ModelConfig)}
-        if not isinstance(fields, dict) or not set(fields) <= known:
-            extra = sorted(set(fields) - known) if isinstance(fields, dict) else fields
+        if not isinstance(fields, dict):
+            raise ConfigError(f"model file {str(path)!r} with {fields!r}", "it must be an object", f"It may hold {EXAMPLE}")
+        if extra := sorted(set(fields) - known):
             raise ConfigError(f"model file {str(path)!r} with {extra!r}", "unknown fields", f"It may hold {EXAMPLE}")
         try:
             return ModelConfig(**fields)

@@ -191,7 +191,8 @@ def _send(children: list[subprocess.Popen[bytes]], number: int) -> None:
 
 def _end(children: list[subprocess.Popen[bytes]]) -> None:
     """SIGTERM, then SIGKILL to what is left, which a stopped or hung process cannot refuse."""
-    _send(children, signal.SIGTERM)
+    for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGCONT):  # stopped first, so that none complains of the end of another
+        _send(children, number)
     _wait(children, GRACE)
     _send(children, signal.SIGKILL)
     _wait(children, REAP)

@@ -225,7 +225,7 @@ def test_models_come_from_files(tmp_path: Path) -> None:
     assert ModelConfig.load(str(file)) == ModelConfig(dim=64, heads=2, kv_heads=1)
     for text, words in (
         ("{", "not readable as JSON"),
-        ("[1]", "unknown fields"),
+        ("[1]", "with [1]: it must be an object. It may hold"),
         ('{"dims": 64}', "['dims']: unknown fields. It may hold"),
     ):
         file.write_text(text)

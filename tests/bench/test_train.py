@@ -81,6 +81,7 @@ def test_all_layouts_are_compared_with_one_process(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(train, "run", run)
     monkeypatch.setattr(train.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(train, "CPU_RANKS", 4)
     assert train.main(str(tmp_path / "train.json"), steps=5, options=("--seed=1",)) == 0
     options = ["--model=tiny", "--steps=5", "--dtype=float32", "--device=cpu", "--seed=1"]
     assert asked == [(tuple(layout.values()), options) for layout in train.layouts(4)]
@@ -91,11 +92,18 @@ def test_all_layouts_are_compared_with_one_process(tmp_path: Path, monkeypatch: 
     )
     assert record["losses"]["4x1x1"] == pytest.approx([line["loss"] + 1.5e-5 for line in LINES]) and len(record["losses"]) == 10
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["tp 1 x pp 1 x dp 1: loss from 4.0000 to 0.0000", "tp 1 x pp 1 x dp 2: loss from 4.0000 to 0.0000"]
-    assert lines[10].strip() == "tiny, float32, 5 steps; each layout against one process"
+    assert lines[0] == "10 layouts of up to 4 ranks, 5 steps each"
+    assert lines[1:3] == ["tp 1 x pp 1 x dp 1: loss from 4.0000 to 0.0000", "tp 1 x pp 1 x dp 2: loss from 4.0000 to 0.0000"]
+    assert lines[11].strip() == "tiny, float32, 5 steps; each layout against one process"
     assert lines[-1].split() == ["4", "1", "1", "400", "2.00", "4.0000", "0.0000", "1.5e-05", "1.5e-05", "yes"]
     monkeypatch.setitem(train.BOUNDS, "float32", (1e-4, 1e-6))
     assert train.main(steps=5) == 1
+    monkeypatch.undo()
+    asked.clear()
+    monkeypatch.setattr(train, "run", run)
+    monkeypatch.setattr(train.torch.cuda, "is_available", lambda: False)
+    assert train.main() == 0, "a small form"
+    assert [(sizes, options[1]) for sizes, options in asked] == [(tuple(layout.values()), "--steps=20") for layout in train.layouts(2)]
 
 
 @pytest.mark.parametrize("failing", [(1, 1, 1), (1, 2, 1)])
@@ -111,6 +119,7 @@ def test_a_layout_that_fails_is_named_and_the_others_go_on(
 
     monkeypatch.setattr(train, "run", run)
     monkeypatch.setattr(train.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(train, "CPU_RANKS", 4)
     file = tmp_path / "train.json"
     assert train.main(str(file), steps=5) == 1
     said, errors = capsys.readouterr()
@@ -134,6 +143,7 @@ def test_an_interrupted_run_leaves_what_it_measured(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(train, "run", run)
     monkeypatch.setattr(train.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(train, "CPU_RANKS", 4)
     with pytest.raises(KeyboardInterrupt):
         train.main(str(tmp_path / "train.json"), steps=5)
     record = json.loads((tmp_path / "train.json").read_text())
