@@ -12,7 +12,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::chrono::milliseconds look{50};  // the time between two looks of the watch
-constexpr double courtesy = 0.5;               // seconds that a call on another thread has to end before the communicator is aborted under it
+constexpr double courtesy = 0.5;               // seconds for what is about to end: a call on another thread, before it is aborted under it
 
 double since(Clock::time_point began) { return std::chrono::duration<double>(Clock::now() - began).count(); }
 
@@ -142,7 +142,11 @@ void Link::give_up(double patience, const std::string& reason) noexcept {
 void Link::close() noexcept {
   end_watch();
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!closed_) closed_ = communicator_.close() && *finished_ == started_;
+  if (closed_ || !communicator_.close()) return;
+  // The last transfer has finished, but the stream may be about to tell.
+  const auto began = Clock::now();
+  while (*finished_ != started_ && since(began) < courtesy) std::this_thread::sleep_for(std::chrono::microseconds(100));
+  closed_ = *finished_ == started_;
 }
 
 }  // namespace pymesh3d

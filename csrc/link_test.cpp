@@ -133,9 +133,11 @@ void join_waits_for_its_transfer_only() {
     std::this_thread::sleep_for(milliseconds(50));
     go_on.set_value();
     end.computing.synchronize();
+    end.wait_for(2);  // the stream tells the host last
     EXPECT(second[0] == 20 && seen == 1 && end.link.finished() == 2);
     go_on_again.set_value();
     other.synchronize();
+    end.wait_for(3);
     EXPECT(seen == 3 && end.link.finished() == 3);
     end.link.close();
   });

@@ -112,6 +112,7 @@ def flush_then_receive(library: str) -> tuple[int, int, int] | list[float]:
     before = end.native.finished()
     dist.barrier()
     end.synchronize()
+    assert until(lambda: end.native.finished() > before, 10.0), "the host is told after those who wait for the transfer"
     after = end.native.finished()
     end.close()
     return before, after, len(end.link._sent)
