@@ -108,6 +108,7 @@ def _process_group(prefix: str, rank: int, world: int) -> Iterator[None]:
     store = dist.PrefixStore(prefix, client)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=GROUP_LIMIT)
     try:
+        dist.barrier()  # a rank that has nothing to say would end the group while others still connect
         yield
     finally:
         if dist.is_initialized():  # the function may have destroyed it itself
