@@ -451,17 +451,15 @@ def test_what_cannot_be_trained_is_refused_on_all_stages(ranks: Ranks) -> None:
 
 def different_batches(sizes: dict[str, int], batches: Sequence[Batch]) -> list[str]:
     """What is said of batches that the last rank alone has: fewer samples, others, the same in another order; and of one that all have."""
-    texts = []
-    last = batches[0], tuple(part[::2] for part in batches[0]), batches[1], tuple(part.flip(0) for part in batches[0]), batches[0]
-    for number in (1, 2, 3, 4):
-        engine = engine_on(**sizes)
+    engine, texts = engine_on(**sizes), []
+    for other in (tuple(part[::2] for part in batches[0]), batches[1], tuple(part.flip(0) for part in batches[0]), batches[0]):
         for step in (engine.eval_step, engine.forward_backward):
             try:
-                step(last[number] if engine.mesh.rank == engine.mesh.layout.world - 1 else batches[0])  # type: ignore[operator]
+                step(other if engine.mesh.rank == engine.mesh.layout.world - 1 else batches[0])  # type: ignore[operator]
                 texts.append("fine")
             except DistributedError as error:
                 texts.append(str(error))
-        engine.mesh.close()
+    engine.mesh.close()
     return texts
 
 

@@ -76,15 +76,14 @@ def looked_after(operation: str, mesh: Mesh) -> Iterator[None]:
     thread = threading.Thread(target=look, name="look after peers", daemon=True)
     thread.start()
     try:
-        yield
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
     except DistributedError as error:  # what came of it
-        done.set()
-        thread.join()
         if found and str(found[0]) not in str(error):
             raise DistributedError(f"{error}. Before that: {found[0]}") from error
         raise
-    finally:
-        done.set()
-        thread.join()
     if found:  # the GPU went on, with whatever its memory holds
         raise_named(found[0], operation, mesh.all)
