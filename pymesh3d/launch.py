@@ -91,7 +91,7 @@ def launch(argv: Sequence[str], world: int, *, threads_per_rank: int | None = No
                 )
             return _supervise(children, stopped_by)
     finally:
-        _send(children, signal.SIGKILL)
+        _send(_groups(children), signal.SIGKILL)
         os.close(parent_gone)
         os.close(held_by_parent)
 
@@ -181,20 +181,25 @@ def _wait(children: list[subprocess.Popen[bytes]], seconds: float, stopped_by: S
         time.sleep(POLL)
 
 
-def _send(children: list[subprocess.Popen[bytes]], number: int) -> None:
-    """To every rank that still runs, and to the processes it started."""
-    for child in children:
-        if child.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, number)
+def _groups(children: list[subprocess.Popen[bytes]]) -> list[int]:
+    """The process groups of the ranks that have not ended well: each rank's own, so its id is that of the rank."""
+    return [child.pid for child in children if child.poll() != 0]
+
+
+def _send(groups: list[int], number: int) -> None:
+    """To ranks and all that they started, which may outlive them. Whoever is gone was here a moment ago: its id is not yet another's."""
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: the latter where only the dead are left
+            os.killpg(group, number)
 
 
 def _end(children: list[subprocess.Popen[bytes]]) -> None:
     """SIGTERM, then SIGKILL to what is left, which a stopped or hung process cannot refuse."""
+    groups = _groups(children)
     for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGCONT):  # stopped first, so that none complains of the end of another
-        _send(children, number)
+        _send(groups, number)
     _wait(children, GRACE)
-    _send(children, signal.SIGKILL)
+    _send(groups, signal.SIGKILL)
     _wait(children, REAP)
     left = [str(rank) for rank, child in enumerate(children) if child.poll() is None]
     if left:

@@ -142,14 +142,16 @@ def test_other_ranks_can_still_print_their_own_error(capfd):
     assert capfd.readouterr().err.splitlines() == ["the cause", own, "consequence"]
 
 
-# Rank 0 is frozen, rank 1 refuses SIGTERM, rank 2 has started a process of its own.
+# Rank 0 is frozen, rank 1 refuses SIGTERM, rank 2 has started a process that refuses it and outlives the rank.
 STUBBORN = (
     ANNOUNCE
     + """
 if rank == 1:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if rank == 2:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     announce("grandchild", subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 announce(rank, os.getpid())
 if rank == 0:
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -171,18 +173,28 @@ def test_signals_end_even_stubborn_ranks(tmp_path):
         for number, parent in parents.items():
             parent.send_signal(number)
         for number, parent in parents.items():
-            assert parent.wait(timeout=start + 5 - time.monotonic()) == ends[number], number
-            assert parent.stderr is not None and "Traceback" not in parent.stderr.read()
+            _, told = parent.communicate(timeout=start + 5 - time.monotonic())  # whoever is left would keep it open
+            assert parent.returncode == ends[number], number
+            assert "Traceback" not in told
         assert until(lambda: all(gone(pid) for pid in children), start + 5 - time.monotonic())
 
 
 def test_failure_ends_even_stubborn_ranks(tmp_path):
-    with Launcher(STUBBORN + "wait_for(5)\nif rank == 3: time.sleep(0.3); sys.exit(9)\ntime.sleep(60)", tmp_path, 4) as parent:
-        children = pids(tmp_path, 5)
+    fails = """
+if rank == 3:
+    announce("left alone", subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid)
+wait_for(6)
+if rank == 3:
+    time.sleep(0.3)
+    sys.exit(9)
+time.sleep(60)
+"""
+    with Launcher(STUBBORN + fails, tmp_path, 4) as parent:
+        children = pids(tmp_path, 6)
         start = time.monotonic()
-        assert parent.wait(timeout=5) == 9
-        assert parent.stderr is not None
-        assert parent.stderr.read().splitlines() == [
+        _, told = parent.communicate(timeout=5)
+        assert parent.returncode == 9
+        assert told.splitlines() == [
             "pymesh3d: rank 0 is frozen (SIGSTOP or the like); the others wait for it",
             "pymesh3d: rank 3 ended with exit code 9; stopping the others",
         ]
