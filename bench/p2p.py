@@ -74,7 +74,7 @@ def exchange_by_torch(line: Axis, to: int | None, source: int | None, data: torc
     return run
 
 
-def timed(run: Callable[[], None], mesh: Mesh, iterations: int) -> tuple[float, float]:
+def timed(run: Callable[[], object], mesh: Mesh, iterations: int) -> tuple[float, float]:
     """Microseconds of one run, of the device and of the host, the largest over ranks."""
     on_gpu = mesh.device.type == "cuda"
     dist.barrier()

@@ -57,5 +57,10 @@ def _undecorated(fn: Any = None, **_: Any) -> Any:
     return _undecorated if fn is None else fn
 
 
+def constant(value: Any) -> Any:
+    """A number of a kernel file that its kernels may read."""
+    return value if tl is None else tl.constexpr(value)
+
+
 jit: Any = _undecorated if triton is None else triton.jit
 available, interpreted, reason = _decide()

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 ARCHITECTURES = (80, 90, 100)
+ORDERING = r"acquire|release|bar\.sync|acq_rel"
 # name -> (file, kernel, types of its arguments in order, its constexpr arguments)
 PHILOX = " i64 i64 i64 i64 i64 i64 i32 i32 i64"
 DROPOUT = " i32 i32 i64 i64 i64 i64 i32 i32 i32 i32 i32 i64"
@@ -26,6 +28,8 @@ ROW, TALL = {"ALIGNED": True, "BLOCK_ROWS": 1, "BLOCK_COLS": 1024}, {"ALIGNED": 
 PIECE = {"BLOCK_ROWS": 1, "BLOCK_COLS": 2048}
 TURN = {"BACKWARD": False, "BLOCK_TOKENS": 32, "BLOCK_HALF": 64}
 RUNS = {"RUNS": 512, "RUN": 8}
+TILES = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "GROUP": 8}
+SHARED = "*{0} *{0} *{0} *i64 *i64 *i32 *i64 *i64 i32" + " i64" * 8
 KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "philox normal float32": ("philox", "philox_fill_kernel", "*fp32" + PHILOX, {"NORMAL": True, "BLOCK_ROWS": 1, "BLOCK_COLS": 1024}),
     "philox normal bfloat16": ("philox", "philox_fill_kernel", "*bf16" + PHILOX, {"NORMAL": True, "BLOCK_ROWS": 1024, "BLOCK_COLS": 1}),
@@ -38,6 +42,18 @@ KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "swiglu float64": ("swiglu", "swiglu_kernel", "*fp64 *fp64 i64 i64 i64", {"BLOCK_ROWS": 512, "BLOCK_COLS": 4}),
     "swiglu backward bfloat16": ("swiglu", "swiglu_backward_kernel", "*bf16 *bf16 *bf16 i64 i64 i64 i64", PIECE),
     "dropout float64": ("dropout", "dropout_kernel", "*fp64 *fp64" + DROPOUT, TALL | {"BLOCK_ROWS": 8, "BLOCK_COLS": 128}),
+    "matmul bfloat16": ("matmul", "matmul_kernel", "*bf16 *bf16 *bf16" + " i64" * 5, TILES),
+    "matmul float32": ("matmul", "matmul_kernel", "*fp32 *fp32 *fp32" + " i64" * 5, TILES),
+    "matmul float64": ("matmul", "matmul_kernel", "*fp64 *fp64 *fp64" + " i64" * 5, TILES | {"BLOCK_K": 16}),
+    **{
+        f"matmul reduce-scatter {name} of {ranks}": (
+            "matmul_reduce_scatter",
+            "matmul_reduce_scatter_kernel",
+            SHARED.format(name),
+            TILES | {"RANKS": ranks, "BLOCK_K": depth},
+        )
+        for name, ranks, depth in (("bf16", 8, 32), ("fp64", 2, 16))
+    },
     "cross-entropy bfloat16": ("cross_entropy", "statistics_kernel", "*bf16" + SUMS.format("fp32"), RUNS | {"SMOOTHED": False}),
     "cross-entropy float16": ("cross_entropy", "statistics_kernel", "*fp16" + SUMS.format("fp32"), RUNS | {"SMOOTHED": True}),
     "cross-entropy float64": ("cross_entropy", "statistics_kernel", "*fp64" + SUMS.format("fp64"), RUNS | {"SMOOTHED": True}),
@@ -47,8 +63,8 @@ KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 }
 
 
-def _compile(case: str) -> dict[str, tuple[str, int]]:
-    """Architecture -> (target line of the PTX, bytes of machine code)."""
+def _compile(case: str) -> dict[str, tuple[str, int, list[str]]]:
+    """Architecture -> (target line of the PTX, bytes of machine code, the PTX's instructions that order memory)."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -60,8 +76,9 @@ def _compile(case: str) -> dict[str, tuple[str, int]]:
     built = {}
     for architecture in ARCHITECTURES:
         binary = triton.compile(ASTSource(kernel, signature, constexprs), target=GPUTarget("cuda", architecture, 32))
-        target = next(line for line in binary.asm["ptx"].splitlines() if line.startswith(".target"))
-        built[str(architecture)] = (target, len(binary.asm["cubin"]))
+        lines = [line.strip() for line in binary.asm["ptx"].splitlines()]
+        target = next(line for line in lines if line.startswith(".target"))
+        built[str(architecture)] = (target, len(binary.asm["cubin"]), [line for line in lines if re.search(ORDERING, line)])
     return built
 
 
@@ -101,9 +118,24 @@ def test_compiles_without_a_gpu(compiled: Path, case: str) -> None:
     assert result.exists(), f"{case} does not compile:\n{(compiled / f'{number}.err').read_text()}"
     built = json.loads(result.read_text())
     for architecture in ARCHITECTURES:
-        target, size = built[str(architecture)]
+        target, size, _ = built[str(architecture)]
         assert f"sm_{architecture}" in target, f"{case}: asked for sm_{architecture}, the PTX says {target}"
         assert size > 1000, f"{case}: {size} bytes of machine code for sm_{architecture}"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", [case for case in KERNELS if "reduce-scatter" in case])
+def test_what_other_ranks_read_is_ordered_for_all_gpus(compiled: Path, case: str) -> None:
+    """A flag is set by a release, and waited for by an acquire, of the whole system, with a barrier of all threads before and after."""
+    built = json.loads((compiled / f"{list(KERNELS).index(case)}.json").read_text())
+    for architecture in ARCHITECTURES:
+        lines = built[str(architecture)][2]
+        acquires = [at for at, line in enumerate(lines) if ".acquire" in line]
+        releases = [at for at, line in enumerate(lines) if ".release" in line]
+        assert len(acquires) == len(releases) == 1, lines
+        assert "ld.global.sys.acquire.b32" in lines[acquires[0]] and "bar.sync" in lines[acquires[0] + 1]
+        assert "atom.global.sys.release.exch.b32" in lines[releases[0]] and "bar.sync" in lines[releases[0] - 1]
+        assert "acq_rel" in lines[-2] and "bar.sync" in lines[-3], "the last program counts the call after all that it has read and written"
 
 
 if __name__ == "__main__":

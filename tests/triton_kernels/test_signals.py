@@ -1,0 +1,87 @@
+"""Flags: who finds one set sees what was written before; who waits in vain says for whom, once for all that wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pymesh3d.comm.symmetric import SymmetricBuffer
+from pymesh3d.mesh import init_mesh
+from pymesh3d.triton_kernels.backend import jit, tl
+from pymesh3d.triton_kernels.signals import Counters, end_of_program, missing_word, signal, wait
+from tests.kernels import DEVICE, needs_kernels
+
+Ranks = Callable[..., list[Any]]
+ROUNDS, NUMBERS = 50, 64
+
+
+@jit
+def pass_on_kernel(memory, flags, mine, next, counters, trouble, told, patience: tl.int64, ROUNDS: tl.constexpr, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Numbers go around: each rank waits for those of the one before, adds 1, and gives them to the next."""
+    here = tl.load(memory + mine).to(tl.pointer_type(tl.int64)) + tl.arange(0, NUMBERS)
+    there = tl.load(memory + next).to(tl.pointer_type(tl.int64)) + tl.arange(0, NUMBERS)
+    for number in range(1, ROUNDS + 1):
+        if (number > 1) | (mine > 0):
+            wait(tl.load(flags + mine).to(tl.pointer_type(tl.int32)), number - (mine == 0), trouble, told, missing_word(9, 7), patience)
+        tl.store(there, tl.load(here) + 1)
+        signal(tl.load(flags + next).to(tl.pointer_type(tl.int32)), number)
+    end_of_program(counters, ROUNDS)
+
+
+def passed_on() -> tuple[list[int], list[int], Any]:
+    mesh = init_mesh(tp=-1, dp=1, device="cpu")
+    axis = mesh.tp
+    memory, flags = (SymmetricBuffer(size, axis, mesh.device) for size in (8 * NUMBERS, 4))
+    counters = Counters.on(mesh.device)
+    dist.barrier()
+    options = {"patience": 20_000_000_000, "ROUNDS": ROUNDS, "NUMBERS": NUMBERS}
+    pass_on_kernel[(1,)](memory.addresses, flags.addresses, axis.rank, (axis.rank + 1) % axis.size, *counters, **options)
+    dist.barrier()
+    found = sorted(set(memory.part(axis.rank, (NUMBERS,), torch.int64).tolist()))
+    mesh.close()
+    return found, counters.calls.tolist(), counters.missing()
+
+
+@needs_kernels
+@pytest.mark.parametrize("world", [2, 3])
+def test_numbers_go_around(ranks: Ranks, world: int) -> None:
+    expected = [ROUNDS * world] + [(ROUNDS - 1) * world + rank for rank in range(1, world)]
+    assert ranks(world, passed_on) == [([number], [ROUNDS, 0], None) for number in expected]
+
+
+@jit
+def wait_kernel(flags, calls, trouble, told, call, patience: tl.int64):  # type: ignore[no-untyped-def]
+    """A program for each of two flags."""
+    wait(flags + tl.program_id(0), call, trouble, told, missing_word(tl.program_id(0) + 3, 5), patience)
+    end_of_program(calls, call)
+
+
+def waited(flags: list[int], call: int, seconds: float, counters: Counters) -> float:
+    began = time.monotonic()
+    wait_kernel[(2,)](torch.tensor(flags, dtype=torch.int32, device=DEVICE), *counters, call, patience=int(seconds * 1e9))
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return time.monotonic() - began
+
+
+@needs_kernels
+def test_a_flag_of_this_call_or_the_next_is_enough() -> None:
+    counters = Counters.on(torch.device(DEVICE))
+    assert waited([4, 5], 4, 30.0, counters) < 20.0
+    assert counters.missing() is None and counters.calls.tolist() == [4, 0]
+    assert waited([-(2**31), 2**31 - 1], 2**31 - 1, 30.0, counters) < 20.0, "counts go on after the largest number"
+
+
+@needs_kernels
+@pytest.mark.parametrize(("flags", "named"), [([3, 4], {(3, 5)}), ([4, 3], {(4, 5)}), ([0, 0], {(3, 5), (4, 5)})])
+def test_who_waits_in_vain_says_for_whom_and_ends(flags: list[int], named: set[tuple[int, int]]) -> None:
+    counters = Counters.on(torch.device(DEVICE))
+    assert 0.3 <= waited(flags, 4, 0.3, counters) < 10.0
+    assert counters.missing() in named
+    assert counters.calls.tolist() == [4, 0], "the call has ended nevertheless"
+    assert waited([0, 0], 5, 30.0, counters) < 20.0, "nobody has patience after that"

@@ -1,0 +1,91 @@
+"""How kernels of different ranks tell each other that something is there to be read.
+
+A flag is a number (int32) in memory that the ranks share. It counts calls, and so need not be reset: a CUDA graph can be replayed, and a
+call that was given up leaves nothing behind that the next would take for its own.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+
+from .backend import interpreted, jit, tl
+
+PATIENCE = 10.0  # seconds that a kernel waits for another rank
+
+
+def _clock() -> int:
+    """The clock that the interpreter looks at. Who waits looks again and again, and lets another process have the core meanwhile."""
+    time.sleep(1e-4)
+    return time.monotonic_ns()
+
+
+@jit
+def _clock_of_the_gpu():  # type: ignore[no-untyped-def]
+    """The clock that all programs of a GPU share."""
+    return tl.extra.cuda.globaltimer()
+
+
+clock = _clock if interpreted else _clock_of_the_gpu  # nanoseconds
+
+
+@jit
+def signal(flag, call):  # type: ignore[no-untyped-def]
+    """Set a flag. Whoever then finds it set, on whatever GPU, sees all that this program has stored before."""
+    tl.debug_barrier()  # the release below is one thread's: first all must have stored
+    tl.atomic_xchg(flag, call, sem="release", scope="sys")
+
+
+@jit
+def wait(flag, call, trouble, told, what, patience):  # type: ignore[no-untyped-def]
+    """Wait until a flag has been set in this call, or in the next, which a quicker rank may be in already.
+
+    After `patience` nanoseconds it writes `what` to `trouble` and `told`, and goes on: every wait that shares `trouble` then ends at once.
+    `told` is in memory of the host, too slow to be looked at in a loop.
+    """
+    late = patience.to(tl.int64) + clock()
+    while (tl.atomic_add(flag, 0, sem="acquire", scope="sys") - call < 0) & (tl.atomic_add(trouble, 0, sem="relaxed") == 0):
+        if clock() > late:
+            tl.atomic_xchg(told, what, sem="relaxed", scope="sys")
+            tl.atomic_xchg(trouble, what, sem="relaxed")
+    tl.debug_barrier()  # the acquire was one thread's: now all may load
+
+
+class Counters(NamedTuple):
+    """What the programs of one rank count in, in memory of its GPU, and where they tell the host what went wrong.
+
+    `calls`, int32 [2]: calls that have ended here, and programs of this call that have. `trouble`, int64 [1], and `told`, the same in
+    memory of the host: 0, or what a wait in vain has left there.
+    """
+
+    calls: torch.Tensor
+    trouble: torch.Tensor
+    told: torch.Tensor
+
+    @staticmethod
+    def on(device: torch.device) -> Counters:
+        """New ones."""
+        told = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        return Counters(torch.zeros(2, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int64, device=device), told)
+
+    def missing(self) -> tuple[int, int] | None:
+        """The rank and the tile that a program has waited for in vain, if one has."""
+        what = int(self.told)
+        return divmod(what - 1, 1 << 32) if what else None
+
+
+@jit
+def missing_word(rank, tile):  # type: ignore[no-untyped-def]
+    """What `Counters.missing` reads as this rank and this tile."""
+    return (tl.full((), 1, tl.int64) * rank << 32) + tile + 1
+
+
+@jit
+def end_of_program(calls, call):  # type: ignore[no-untyped-def]
+    """The last program to end counts the call. All have read how many there were before, as they do when they begin."""
+    tl.debug_barrier()
+    if tl.atomic_add(calls + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(calls + 1, 0)
+        tl.store(calls, call)
