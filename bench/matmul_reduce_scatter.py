@@ -1,87 +1,18 @@
-"""Times GEMM + reduce-scatter in one kernel against torch's product followed by NCCL's collective, in one run, taking turns, eager."""
+"""Times GEMM + reduce-scatter in one kernel against torch's product followed by NCCL's collective."""
 
 from __future__ import annotations
 
-import argparse
-import os
-import statistics
-import sys
-from collections.abc import Callable
-
-import torch
-
 from ..comm.collectives import reduce_scatter
-from ..comm.symmetric import SymmetricBuffer
-from ..launch import launch as launch_ranks
-from ..mesh import Mesh, init_mesh
-from ..triton_kernels import backend
-from ..triton_kernels.matmul_reduce_scatter import Slots, launch, needed
-from ..triton_kernels.signals import Counters
-from . import report
-from .p2p import timed
+from ..triton_kernels.matmul_reduce_scatter import launch, needed
+from . import products
 
-ROUNDS = {"cuda": 50, "cpu": 1}
-COLUMNS = {
-    "tokens": ("M", ","),
-    "cols": ("N", ","),
-    "depth": ("K,\nall ranks", ","),
-    "fused_us": ("one\nkernel, us", ",.0f"),
-    "unfused_us": ("product and\ncollective, us", ",.0f"),
-    "product_us": ("product\nalone, us", ",.0f"),
-    "collective_us": ("collective\nalone, us", ",.0f"),
-    "speed": ("speed,\nboth = 1", ".2f"),
-}
-# M, N, K over all ranks: the projection down of the 8B and the 70B model
-SIZES = {"cuda": [(m, *size) for size in ((4096, 14336), (8192, 28672)) for m in (512, 2048, 8192)], "cpu": [(32, 24, 16)]}
-
-
-def measure(mesh: Mesh, tokens: int, cols: int, depth: int) -> report.Row:
-    """Medians in us, in bfloat16."""
-    axis, dtype = mesh.tp, torch.bfloat16
-    a, b = (torch.randn(size, depth // axis.size, device=mesh.device).to(dtype) for size in (tokens, cols))
-    whole = a @ b.t()
-    runs: dict[str, Callable[[], object]] = {
-        "unfused": lambda: reduce_scatter(a @ b.t(), axis).wait(),
-        "product": lambda: a @ b.t(),
-        "collective": lambda: reduce_scatter(whole, axis).wait(),
-    }
-    counters = Counters.on(mesh.device)
-    if backend.available:
-        size, length = needed(axis.size, tokens // axis.size, cols, dtype)
-        memory, flags = SymmetricBuffer(2 * size, axis, mesh.device), SymmetricBuffer(4 * axis.size * length, axis, mesh.device)
-        slots = Slots(memory.addresses, flags.addresses, size, length)
-        runs["fused"] = lambda: launch(a, b, axis.rank, slots, counters)
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(ROUNDS[mesh.device.type] + 1):
-        for name, run in runs.items():
-            times[name].append(timed(run, mesh, iterations=1)[0])
-    assert counters.missing() is None, f"rank {mesh.rank} has waited in vain for {counters.missing()}"
-    medians = {f"{name}_us": statistics.median(taken[1:]) for name, taken in times.items()}  # the first compiles and warms up
-    row: dict[str, str | int | float | bool | None] = {"ranks": axis.size, "tokens": tokens, "cols": cols, "depth": depth, **medians}
-    if "fused" in runs:
-        row["speed"] = medians["unfused_us"] / medians["fused_us"]
-    return row
-
-
-def run_ranks(json_file: str | None) -> None:
-    """What each rank does."""
-    mesh = init_mesh(tp=-1, dp=1)
-    rows = [measure(mesh, *size) for size in SIZES[mesh.device.type]]
-    if mesh.rank == 0:
-        title = f"GEMM + reduce-scatter over {mesh.tp.size} ranks on {mesh.device.type}, in bfloat16"
-        report.publish("matmul_reduce_scatter", rows, COLUMNS, title, json_file)
-    mesh.close()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads may still let go of Python objects
+OP = products.Op("matmul_reduce_scatter", lambda ranks, rows, *rest: needed(ranks, rows // ranks, *rest), launch, reduce_scatter)
 
 
 def main(json_file: str | None = None) -> int:
     """Measures over all GPUs of this machine, or 2 processes on the CPU; prints the table and writes `json_file`."""
-    world = torch.cuda.device_count() if torch.cuda.is_available() else 2
-    return launch_ranks(["-m", "pymesh3d.bench.matmul_reduce_scatter", *(["--json", json_file] if json_file else [])], world)
+    return products.main(OP, json_file)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m pymesh3d.bench.matmul_reduce_scatter", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", metavar="FILE", help="also write the measurements here")
-    run_ranks(parser.parse_args().json)
+    products.run_ranks(OP, __doc__)

@@ -31,7 +31,19 @@ from pymesh3d.launch import is_child, launch, watch_parent
 from pymesh3d.rendezvous import agent_store, world_size
 from pymesh3d.schedule import SCHEDULES as DRAWN
 
-BENCHMARKS = ("cross_entropy", "dropout", "matmul", "matmul_reduce_scatter", "model", "p2p", "philox", "rotary", "swiglu", "train")
+BENCHMARKS = (
+    "cross_entropy",
+    "dropout",
+    "matmul",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "model",
+    "p2p",
+    "philox",
+    "rotary",
+    "swiglu",
+    "train",
+)
 RANKS_OF_A_CORE = 32  # at most: more than that is a slip of the pen
 NOT_YET = {  # option: what it can be, what it cannot be yet, and what to do instead
     "schedule": (SCHEDULES, "gpipe, 1f1b and interleaved are here; zero-bubble schedules are not available yet", "Use --schedule 1f1b"),
@@ -100,10 +112,10 @@ def parser() -> argparse.ArgumentParser:
         "name",
         choices=BENCHMARKS,
         help="cross_entropy: the loss, forward and backward; dropout: the kernel that zeroes at random; matmul: the plain matrix product; "
-        "matmul_reduce_scatter: the same, summed over ranks by one kernel (not used by the layers yet); model: steps of a 1B model on the "
-        "layouts of the GPUs here, and where their time goes; p2p: sends and receives between stages; philox: the kernel that makes random "
-        "numbers; rotary, swiglu: what a layer does between its matrix products; train: the loss curves and speed of every layout of the "
-        "GPUs here",
+        "matmul_all_reduce, matmul_reduce_scatter: summed over ranks by one kernel (which the layers do not use yet); model: steps of a "
+        "1B model on the layouts of the GPUs here, and where their time goes; p2p: sends and receives between stages; philox: the kernel "
+        "that makes random numbers; rotary, swiglu: what a layer does between its matrix products; train: the loss curves and speed of "
+        "every layout of the GPUs here",
     )
     bench.add_argument("--json", type=_name, metavar="FILE", help="write the results as JSON")
     here = commands.add_parser("env", help="what this machine has, what is missing, and what runs instead")

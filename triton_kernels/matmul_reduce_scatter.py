@@ -38,6 +38,25 @@ def needed(ranks: int, rows: int, cols: int, dtype: torch.dtype, tiles: Tiles | 
 
 
 @jit
+def give(tile, like, memory, flags, to, place, flag, row, col, rows, cols, call, half):  # type: ignore[no-untyped-def]
+    """Leave a tile with rank `to`, in its slots from number `place` on, where it has the dtype of `like`; and say so by a flag."""
+    slot = (tl.load(memory + to) + half).to(tl.pointer_type(like.dtype.element_ty)) + place
+    put(tile, slot, row, col, rows, cols, cols)
+    signal(tl.load(flags + to).to(tl.pointer_type(tl.int32)) + flag, call)
+
+
+@jit
+def take(  # type: ignore[no-untyped-def]
+    like, memory, flags, rank, source, place, flag, row, col, rows, cols, call, half, trouble, told, what, patience,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The tile that rank `source` leaves in this rank's slots."""
+    wait(tl.load(flags + rank).to(tl.pointer_type(tl.int32)) + flag, call, trouble, told, missing_word(source, what), patience)
+    slot = (tl.load(memory + rank) + half).to(tl.pointer_type(like.dtype.element_ty)) + place
+    return get(slot, row, col, rows, cols, cols, BLOCK_M, BLOCK_N)
+
+
+@jit
 def matmul_reduce_scatter_kernel(  # type: ignore[no-untyped-def]
     a,  # [ranks * rows, depth]
     b,  # [cols, depth]
@@ -72,16 +91,15 @@ def matmul_reduce_scatter_kernel(  # type: ignore[no-untyped-def]
         row, col = place_of(tile, rows, cols, BLOCK_M, BLOCK_N, GROUP)
         result = product(a + owner * rows * stride_a, b, row, col, rows, cols, depth, stride_a, stride_b, BLOCK_M, BLOCK_N, BLOCK_K)
         if owner != rank:
-            slot = (tl.load(memory + owner) + half).to(tl.pointer_type(y.dtype.element_ty)) + rank * rows * cols
-            put(result, slot, row, col, rows, cols, cols)
-            signal(tl.load(flags + owner).to(tl.pointer_type(tl.int32)) + rank * length + tile, call)
+            give(result, y, memory, flags, owner, rank * rows * cols, rank * length + tile, row, col, rows, cols, call, half)
         else:
-            slots = (tl.load(memory + rank) + half).to(tl.pointer_type(y.dtype.element_ty))
-            mine = tl.load(flags + rank).to(tl.pointer_type(tl.int32)) + tile
             for other in range(RANKS):
                 if other != rank:
-                    wait(mine + other * length, call, trouble, told, missing_word(other, tile), patience)
-                    result += wide(get(slots + other * rows * cols, row, col, rows, cols, cols, BLOCK_M, BLOCK_N))
+                    part = take(
+                        y, memory, flags, rank, other, other * rows * cols, other * length + tile, row, col, rows, cols, call, half,
+                        trouble, told, tile, patience, BLOCK_M, BLOCK_N,
+                    )  # fmt: skip
+                    result += wide(part)
             put(result, y, row, col, rows, cols, cols)
     end_of_program(calls, call)
 

@@ -16,9 +16,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(100)
-def test_it_runs_between_two_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_it_runs_between_two_processes(tmp_path: Path, name: str) -> None:
     file = tmp_path / "times.json"
-    code = f"import sys; from pymesh3d.bench import matmul_reduce_scatter as bench; sys.exit(bench.main({str(file)!r}))"
+    code = f"import sys; from pymesh3d.bench import {name} as bench; sys.exit(bench.main({str(file)!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, cwd=ROOT)
     assert done.returncode == 0 and "over 2 ranks on cpu" in done.stdout, done
     (row,) = json.loads(file.read_text())["rows"]

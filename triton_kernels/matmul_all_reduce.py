@@ -1,0 +1,139 @@
+"""a b^T summed over ranks, all of which get the whole: a row-parallel linear without sequence parallelism, in two shots and one kernel.
+
+Each rank owns an equal run of rows. It multiplies the rows of the others first and leaves the tiles with their owners, as in
+`matmul_reduce_scatter`; sums its own, and leaves the sums with all the others; and last it copies from its slots what they have left. Every
+rank so has the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .backend import interpreted, jit, tl
+from .matmul import GROUP, Tiles, place_of, product, put, tiles_for
+from .matmul_reduce_scatter import Slots, give, take
+from .precision import compute_dtype, wide
+from .signals import PATIENCE, Counters, end_of_program
+
+
+def needed(ranks: int, rows: int, cols: int, dtype: torch.dtype, tiles: Tiles | None = None) -> tuple[int, int]:
+    """The least `size` and `length` of slots for a result [rows, cols]: for parts from all ranks, and for sums from all."""
+    share = -(-rows // ranks)
+    return 2 * ranks * share * cols * dtype.itemsize, 2 * (tiles or tiles_for(dtype)).of(share, cols)
+
+
+@jit
+def matmul_all_reduce_kernel(  # type: ignore[no-untyped-def]
+    a,  # [rows, depth]
+    b,  # [cols, depth]
+    y,  # [rows, cols], contiguous
+    memory,  # int64 [ranks]: where each rank's slots are, bytes [2, size]
+    flags,  # int64 [ranks]: where each rank's flags are, int32 [ranks, length], those for parts before those for sums
+    calls,
+    trouble,
+    told,
+    rank,
+    rows: tl.int64,
+    cols: tl.int64,
+    depth: tl.int64,
+    stride_a: tl.int64,
+    stride_b: tl.int64,
+    size: tl.int64,
+    length: tl.int64,
+    patience: tl.int64,
+    RANKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """A program does every so many-th tile of all ranks' rows, this rank's last. No more programs than run at once: they wait."""
+    call = tl.load(calls) + 1
+    share = tl.cdiv(rows, RANKS)
+    tiles = tl.cdiv(share, BLOCK_M) * tl.cdiv(cols, BLOCK_N)
+    sums = RANKS * share * cols  # where they begin
+    half = (call % 2) * size
+    for number in range(tl.program_id(0), tiles * RANKS, tl.num_programs(0)):
+        owner = (rank + 1 + number // tiles) % RANKS
+        tile = number % tiles
+        first = owner * share
+        owned = tl.minimum(share, rows - first)  # the last ranks may own fewer, or none
+        row, col = place_of(tile, share, cols, BLOCK_M, BLOCK_N, GROUP)
+        if row < owned:
+            result = product(a + first * stride_a, b, row, col, owned, cols, depth, stride_a, stride_b, BLOCK_M, BLOCK_N, BLOCK_K)
+            if owner != rank:
+                give(result, y, memory, flags, owner, rank * share * cols, rank * length + tile, row, col, owned, cols, call, half)
+            else:
+                for other in range(RANKS):
+                    if other != rank:
+                        part = take(
+                            y, memory, flags, rank, other, other * share * cols, other * length + tile, row, col, owned, cols, call, half,
+                            trouble, told, tile, patience, BLOCK_M, BLOCK_N,
+                        )  # fmt: skip
+                        result += wide(part)
+                for other in range(RANKS):
+                    if other != rank:
+                        flag = rank * length + tiles + tile
+                        give(result, y, memory, flags, other, sums + first * cols, flag, row, col, owned, cols, call, half)
+                put(result, y + first * cols, row, col, owned, cols, cols)
+    for number in range(tl.program_id(0), tiles * (RANKS - 1), tl.num_programs(0)):
+        owner = (rank + 1 + number // tiles) % RANKS
+        tile = number % tiles
+        first = owner * share
+        owned = tl.minimum(share, rows - first)
+        row, col = place_of(tile, share, cols, BLOCK_M, BLOCK_N, GROUP)
+        if row < owned:
+            result = take(
+                y, memory, flags, rank, owner, sums + first * cols, owner * length + tiles + tile, row, col, owned, cols, call, half,
+                trouble, told, tiles + tile, patience, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+            put(result, y + first * cols, row, col, owned, cols, cols)
+    end_of_program(calls, call)
+
+
+def launch(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    rank: int,
+    slots: Slots,
+    counters: Counters,
+    *,
+    tiles: Tiles | None = None,
+    patience: float = PATIENCE,
+) -> torch.Tensor:
+    """The ranks' sum of a [M, K] times b^T for b [N, K]: [M, N] on every rank, new and contiguous, in their dtype.
+
+    All ranks must call with the same shapes and tiles, one call after the other. `counters.missing()` says, once the kernel has ended,
+    whether another rank has not been there for `patience` seconds; the result is worth nothing then.
+    """
+    ranks, tiles = slots.memory.numel(), tiles or tiles_for(a.dtype)
+    assert a.dim() == b.dim() == 2 and a.shape[1] == b.shape[1] and a.dtype == b.dtype, f"{a.shape} {a.dtype} times {b.shape} {b.dtype}"
+    size, length = needed(ranks, a.shape[0], b.shape[0], a.dtype, tiles)
+    assert size <= slots.size and length <= slots.length, f"{size} bytes and {length} flags in slots of {slots.size} and {slots.length}"
+    y = torch.empty(a.shape[0], b.shape[0], dtype=a.dtype, device=a.device)
+    if y.numel():
+        a = a if a.stride(1) == 1 else a.contiguous()
+        b = b if b.stride(1) == 1 else b.contiguous()
+        # the interpreter runs one program after the other: none may wait for what a later one of another rank does
+        programs = 1 if interpreted else torch.cuda.get_device_properties(a.device).multi_processor_count
+        with torch.cuda.device_of(a):
+            matmul_all_reduce_kernel[(min(programs, length // 2 * ranks),)](
+                a, b, y, slots.memory, slots.flags, *counters, rank, *y.shape, a.shape[1], a.stride(0), b.stride(0),
+                slots.size, slots.length, int(patience * 1e9), RANKS=ranks, GROUP=GROUP, **tiles.options(),
+            )  # fmt: skip
+    return y
+
+
+def matmul_all_reduce_ref(a: list[torch.Tensor], b: list[torch.Tensor]) -> torch.Tensor:
+    """What `launch` returns, in plain torch, from the operands of all ranks."""
+    sums = compute_dtype(a[0].dtype)
+    parts = [x.to(sums) @ y.to(sums).t() for x, y in zip(a, b, strict=True)]
+    share = max(1, -(-a[0].shape[0] // len(a)))
+    rows = []
+    for owner, run in enumerate(parts[0].split(share)):
+        total = parts[owner].split(share)[owner] if run.numel() else run
+        for other, part in enumerate(parts):
+            if other != owner:
+                total = total + part.split(share)[owner].to(a[0].dtype).to(sums)
+        rows.append(total)
+    return torch.cat(rows).to(a[0].dtype)
