@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from .backend import interpreted, jit, tl
-from .matmul import GROUP, Tiles, place_of, product, put, tiles_for
-from .matmul_reduce_scatter import Slots, give, take
+from .backend import jit, tl
+from .matmul import Tiles, place_of, product, put, tiles_for
+from .matmul_reduce_scatter import Slots, give, start, take
 from .precision import compute_dtype, wide
 from .signals import PATIENCE, Counters, end_of_program
 
@@ -107,20 +107,8 @@ def launch(
     whether another rank has not been there for `patience` seconds; the result is worth nothing then.
     """
     ranks, tiles = slots.memory.numel(), tiles or tiles_for(a.dtype)
-    assert a.dim() == b.dim() == 2 and a.shape[1] == b.shape[1] and a.dtype == b.dtype, f"{a.shape} {a.dtype} times {b.shape} {b.dtype}"
-    size, length = needed(ranks, a.shape[0], b.shape[0], a.dtype, tiles)
-    assert size <= slots.size and length <= slots.length, f"{size} bytes and {length} flags in slots of {slots.size} and {slots.length}"
     y = torch.empty(a.shape[0], b.shape[0], dtype=a.dtype, device=a.device)
-    if y.numel():
-        a = a if a.stride(1) == 1 else a.contiguous()
-        b = b if b.stride(1) == 1 else b.contiguous()
-        # the interpreter runs one program after the other: none may wait for what a later one of another rank does
-        programs = 1 if interpreted else torch.cuda.get_device_properties(a.device).multi_processor_count
-        with torch.cuda.device_of(a):
-            matmul_all_reduce_kernel[(min(programs, length // 2 * ranks),)](
-                a, b, y, slots.memory, slots.flags, *counters, rank, *y.shape, a.shape[1], a.stride(0), b.stride(0),
-                slots.size, slots.length, int(patience * 1e9), RANKS=ranks, GROUP=GROUP, **tiles.options(),
-            )  # fmt: skip
+    start(matmul_all_reduce_kernel, a, b, y, rank, slots, counters, needed(ranks, y.shape[0], y.shape[1], a.dtype, tiles), tiles, patience)
     return y
 
 

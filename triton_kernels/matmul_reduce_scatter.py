@@ -10,7 +10,7 @@ what they send in the next: a rank that is quicker can be one call ahead, not tw
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -120,23 +120,40 @@ def launch(
     whether another rank has not been there for `patience` seconds; the result is worth nothing then.
     """
     ranks, tiles = slots.memory.numel(), tiles or tiles_for(a.dtype)
-    assert a.dim() == b.dim() == 2 and a.shape[1] == b.shape[1] and a.dtype == b.dtype, f"{a.shape} {a.dtype} times {b.shape} {b.dtype}"
     assert a.shape[0] % ranks == 0, f"{a.shape[0]} rows for {ranks} ranks"
-    rows = a.shape[0] // ranks
-    size, length = needed(ranks, rows, b.shape[0], a.dtype, tiles)
+    y = torch.empty(a.shape[0] // ranks, b.shape[0], dtype=a.dtype, device=a.device)
+    start(
+        matmul_reduce_scatter_kernel, a, b, y, rank, slots, counters, needed(ranks, y.shape[0], y.shape[1], a.dtype, tiles), tiles, patience
+    )
+    return y
+
+
+def start(
+    kernel: Any,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    y: torch.Tensor,
+    rank: int,
+    slots: Slots,
+    counters: Counters,
+    wanted: tuple[int, int],
+    tiles: Tiles,
+    patience: float,
+) -> None:
+    """Start a kernel that multiplies a with b^T, talks to other ranks over slots of at least the size and length `wanted`, and writes y."""
+    assert a.dim() == b.dim() == 2 and a.shape[1] == b.shape[1] and a.dtype == b.dtype, f"{a.shape} {a.dtype} times {b.shape} {b.dtype}"
+    (size, length), ranks = wanted, slots.memory.numel()
     assert size <= slots.size and length <= slots.length, f"{size} bytes and {length} flags in slots of {slots.size} and {slots.length}"
-    y = torch.empty(rows, b.shape[0], dtype=a.dtype, device=a.device)
     if y.numel():
         a = a if a.stride(1) == 1 else a.contiguous()
         b = b if b.stride(1) == 1 else b.contiguous()
         # the interpreter runs one program after the other: none may wait for what a later one of another rank does
         programs = 1 if interpreted else torch.cuda.get_device_properties(a.device).multi_processor_count
         with torch.cuda.device_of(a):
-            matmul_reduce_scatter_kernel[(min(programs, length * ranks),)](
-                a, b, y, slots.memory, slots.flags, *counters, rank, rows, b.shape[0], a.shape[1], a.stride(0), b.stride(0),
+            kernel[(min(programs, length * ranks),)](
+                a, b, y, slots.memory, slots.flags, *counters, rank, *y.shape, a.shape[1], a.stride(0), b.stride(0),
                 slots.size, slots.length, int(patience * 1e9), RANKS=ranks, GROUP=GROUP, **tiles.options(),
             )  # fmt: skip
-    return y
 
 
 def matmul_reduce_scatter_ref(a: list[torch.Tensor], b: list[torch.Tensor], rank: int) -> torch.Tensor:
