@@ -34,12 +34,14 @@ Link::Link(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, con
         throw NcclError("the first transfer " + ends.text() + " took longer than " + text_of(timeout_) + " s");
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
+    telling_ = gpu_->create_stream();
     finished_ = gpu_->create_counter();
-    gpu_->write(stream_, finished_, 0);  // fails here, and not in the first step, where a GPU cannot
+    gpu_->write(telling_, finished_, 0);  // fails here, and not in the first step, where a GPU cannot
     watch_ = std::thread([this, end = end_.get_future()] { watch(end); });
   } catch (...) {
     for (const Event event : unused_) gpu_->destroy_event(event);
     gpu_->destroy_stream(stream_);
+    if (telling_) gpu_->destroy_stream(telling_);
     if (finished_) gpu_->destroy_counter(finished_);
     throw;
   }
@@ -51,6 +53,7 @@ Link::~Link() {
   for (const Event event : pending_) gpu_->destroy_event(event);
   for (const Event event : unused_) gpu_->destroy_event(event);
   gpu_->destroy_stream(stream_);
+  gpu_->destroy_stream(telling_);
   if (closed_) gpu_->destroy_counter(finished_);  // which waits for the GPU: otherwise it ends with the process
 }
 
@@ -72,8 +75,9 @@ std::pair<std::uint64_t, std::uint64_t> Link::transfer(Piece sent, Piece receive
   unused_.pop_back();
   pending_.push_back(event);
   try {
-    gpu_->record(event, stream_);  // before the write, which crosses to the host: who waits for the transfer need not wait for that too
-    gpu_->write(stream_, finished_, number);
+    gpu_->record(event, stream_);
+    gpu_->wait(telling_, event);
+    gpu_->write(telling_, finished_, number);
   } catch (const std::exception& error) {  // nobody would know when it ends
     communicator_.abort(error.what());
     throw;
@@ -143,7 +147,7 @@ void Link::close() noexcept {
   end_watch();
   const std::lock_guard<std::mutex> lock(mutex_);
   if (closed_ || !communicator_.close()) return;
-  // The last transfer has finished, but the stream may be about to tell.
+  // The last transfer has finished, but the other stream may be about to tell.
   const auto began = Clock::now();
   while (*finished_ != started_ && since(began) < courtesy) std::this_thread::sleep_for(std::chrono::microseconds(100));
   closed_ = *finished_ == started_;
