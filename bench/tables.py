@@ -70,11 +70,34 @@ def p2p(record: Mapping[str, Any]) -> str:
     return f"{_markdown(head, rows)}\n\n{_source(record)}; `pymesh3d bench p2p`."
 
 
+def model(record: Mapping[str, Any]) -> str:
+    """Training steps of the 1B model (bench/model.py)."""
+    shares = ("matrix products", "attention", "communication", "idle")
+    others = ("compiled", "optimizer", "copies", "other")
+    rows = [
+        [
+            row["case"],
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['mfu']:.1%}",
+            f"{row['memory_gib']:.1f}",
+            *(f"{row[kind]:.0%}" for kind in shares),
+            f"{sum(row[kind] for kind in others):.0%}",
+        ]
+        for row in record["rows"]
+    ]
+    head = ["", "tokens/s a GPU", "MFU", "GiB, fullest rank", "products", "attention", "communication", "idle", "all other kernels"]
+    first = record["rows"][0]
+    micro = " or ".join(sorted({str(row["micro_batch"]) for row in record["rows"]}))
+    sizes = f"{first['global_batch']} sequences of {first['seq']:,} tokens a step, {micro} a microbatch"
+    return f"{_markdown(head, rows)}\n\n{sizes}, bfloat16. {_source(record)}; `pymesh3d bench model`."
+
+
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {  # the file in RESULTS, and what makes a table of it
     "train": ("train.json", train),
     "check": ("check-cpu-world8-all.json", check),
     "philox": ("philox.json", philox),
     "p2p": ("p2p-2xH200.json", p2p),
+    "model": ("model-2xH200.json", model),
 }
 
 
