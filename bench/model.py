@@ -102,15 +102,13 @@ def measure(model: ModelConfig, case: dict[str, Any]) -> report.Row:
     seconds = statistics.median(times)
     tokens = train.global_batch * train.seq / mesh.layout.world / seconds
     peak = peak_flops(torch.cuda.get_device_name(mesh.device), train.dtype) if on_gpu else None
-    memory = torch.tensor(torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0)
-    torch.distributed.all_reduce(memory := memory.to(mesh.device), op=torch.distributed.ReduceOp.MAX)
     row: dict[str, Any] = {
         "case": name(case),
         **case["layout"],
         **case["train"],
         "tokens_per_s": tokens,
         "mfu": tokens * flops_per_token(model, train.seq) / peak if peak else None,
-        "memory_gib": memory.item() if on_gpu else None,
+        "memory_gib": engine.memory_gib if on_gpu else None,
         "step_ms": seconds * 1e3,
         "slowest_step_ms": max(times) * 1e3,
         **(shares(engine, batch) if on_gpu else {}),

@@ -1,7 +1,7 @@
 """Times a pipeline's sends and receives over our NCCL bindings against torch's `batch_isend_irecv`, in one run, taking turns.
 
 Each rank of a ring sends to the next and receives from the one before, as stages do in the steady state; `one way` has rank 0 send to
-rank 1 alone. GB/s are of one direction. Host time is what it costs to start a send and a receive and to wait for both.
+rank 1 alone. GB/s are of one direction. Host time is what it costs to start a send and a receive and to wait for what is received.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ..comm import native
 from ..comm.agree import exchange_numbers
 from ..comm.links import Expected, Link
 from ..comm.p2p import open_links
+from ..errors import ConfigError
 from ..launch import launch
 from ..mesh import Mesh, init_mesh
 from . import report
@@ -140,6 +141,8 @@ def run_ranks(json_file: str | None) -> int:
 def main(json_file: str | None = None) -> int:
     """Measures between all GPUs of this machine, or between 2 processes on the CPU; prints the table and writes `json_file`."""
     world = torch.cuda.device_count() if torch.cuda.is_available() else 2
+    if world < 2:
+        raise ConfigError("1 GPU", "messages go between two", "Run it where there are more, or on the CPU with CUDA_VISIBLE_DEVICES=")
     return launch(["-m", "pymesh3d.bench.p2p", *(["--json", json_file] if json_file else [])], world)
 
 

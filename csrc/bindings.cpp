@@ -43,7 +43,7 @@ std::unique_ptr<Link> make_link(std::shared_ptr<const Gpu> gpu, std::shared_ptr<
   if (end != 0 && end != 1) throw py::value_error("a link has ends 0 and 1, got " + std::to_string(end));
   const UniqueId unique = as_id(id);
   const py::gil_scoped_release released;
-  return std::make_unique<Link>(std::move(gpu), std::move(nccl), unique, Ends{ranks, end}, Piece{scratch, 1},
+  return std::make_unique<Link>(std::move(gpu), std::move(nccl), unique, Ends{ranks, end}, scratch,
                                 NcclOptions{min_ctas, max_ctas, timeout});
 }
 

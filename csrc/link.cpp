@@ -18,14 +18,14 @@ double since(Clock::time_point began) { return std::chrono::duration<double>(Clo
 
 }  // namespace
 
-Link::Link(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, const UniqueId& id, const Ends& ends, Piece scratch,
+Link::Link(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, const UniqueId& id, const Ends& ends, std::uintptr_t scratch,
            const NcclOptions& options)
     : gpu_(std::move(gpu)),
       timeout_(options.timeout),
       communicator_(gpu_, std::move(nccl), id, ends, options),
       stream_(gpu_->create_stream()) {
   try {
-    communicator_.connect(ends.here == 0 ? scratch : Piece{}, ends.here == 0 ? Piece{} : scratch, stream_);
+    communicator_.connect({scratch, 1}, {scratch + 1, 1}, stream_);  // both ways: NCCL connects each at its first use
     unused_.push_back(gpu_->create_event());
     gpu_->record(unused_.back(), stream_);
     const auto began = Clock::now();

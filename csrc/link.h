@@ -1,4 +1,4 @@
-// What joins two ranks: tensors go both ways, in order, on a stream of its own beside what the GPU computes meanwhile.
+// What joins two ranks: tensors go both ways, in order, on streams of its own beside what the GPU computes meanwhile.
 #pragma once
 
 #include <atomic>
@@ -18,17 +18,17 @@
 
 namespace pymesh3d {
 
-// Both ends make matching transfers in the same order: where one sends the other receives, and where one does both the other does too. No
-// call makes the host wait for the GPU or for the peer, except start and end. The memory of a transfer must stay as it is until the transfer
-// has finished; whoever calls keeps it alive.
+// What one end sends, the other receives in the same order. Which sends and receives share a transfer may differ, and so may the transfers'
+// numbers. No call makes the host wait for the GPU or for the peer, except start and end. The memory of a transfer must stay as it is until
+// the transfer has finished; whoever calls keeps it alive.
 //
 // A thread of its own watches. If a transfer does not finish within the timeout, or NCCL reports an error, it aborts: every wait ends, and
 // every later call throws the reason. It makes no call of the driver's before that, because a host that has filled the queues of a GPU
 // waits inside the driver until the GPU goes on.
 class Link {
  public:
-  // `scratch`: a byte of device memory, to connect with. It is free again afterwards.
-  Link(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, const UniqueId& id, const Ends& ends, Piece scratch,
+  // `scratch`: two bytes of device memory, to connect with. They are free again afterwards.
+  Link(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, const UniqueId& id, const Ends& ends, std::uintptr_t scratch,
        const NcclOptions& options);
   ~Link();
   Link(const Link&) = delete;

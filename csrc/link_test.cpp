@@ -133,7 +133,7 @@ void join_waits_for_its_transfer_only() {
     std::this_thread::sleep_for(milliseconds(50));
     go_on.set_value();
     end.computing.synchronize();
-    end.wait_for(2);  // the stream tells the host last
+    end.wait_for(2);  // the host is told last
     EXPECT(second[0] == 20 && seen == 1 && end.link.finished() == 2);
     go_on_again.set_value();
     other.synchronize();
@@ -154,13 +154,14 @@ void starting_without_a_peer_ends_in_time() {
 }
 
 void connecting_that_hangs_ends_in_time() {
-  in_threads([](const Machine& machine, int rank) {
+  const int status = in_processes([](const Machine& machine, int rank) {
     if (rank == 0) machine.hang("ncclSend", 1000);
     const std::string text = text_of<NcclError>([&] { End(machine, rank, {0, 0, rank == 0 ? 0.3 : 1.0}); });
     const std::string slow = rank == 0 ? "connecting between rank 4 and rank 5" : "the first transfer between rank 5 and rank 4";
     EXPECT(has(text, slow + " took longer than " + (rank == 0 ? "0.3 s" : "1 s")));
     std::this_thread::sleep_for(milliseconds(1300));  // the call returns to a link that is no more
   });
+  EXPECT(status == 0);
 }
 
 // What a start that fails says.
@@ -182,14 +183,16 @@ void starting_that_fails_says_why() {
 
 // Rank 0 fails between the two steps of a start, or in the second.
 void starting_that_fails_halfway_leaves_nothing_behind() {
-  for (const std::string fails : {"ncclSend", "cuStreamCreateWithPriority"})
-    in_threads([&](const Machine& machine, int rank) {
+  for (const std::string fails : {"ncclSend", "cuStreamCreateWithPriority"}) {
+    const int status = in_processes([&](const Machine& machine, int rank) {
       Numbers scratch(1);
       if (rank == 0) machine.fail(fails.c_str(), fails == "ncclSend" ? 1 : 2);
       const std::string text = text_of<std::runtime_error>(
-          [&] { Link(machine.gpu, machine.nccl, machine.id, ends(rank), {piece(scratch).data, 1}, {0, 0, rank == 0 ? soon : 1.0}); });
+          [&] { Link(machine.gpu, machine.nccl, machine.id, ends(rank), piece(scratch).data, {0, 0, rank == 0 ? soon : 1.0}); });
       EXPECT(rank == 1 || has(text, (fails == "ncclSend" ? "connecting between rank 4 and rank 5" : fails) + " failed"));
     });
+    EXPECT(status == 0);
+  }
 }
 
 // Rank 0 fails in the last step of a start.

@@ -95,7 +95,7 @@ struct End {
   Link link;
 
   End(const Machine& machine, int rank, const NcclOptions& options = {0, 0, soon})
-      : computing(machine), link(machine.gpu, machine.nccl, machine.id, ends(rank), {piece(scratch).data, 1}, options) {}
+      : computing(machine), link(machine.gpu, machine.nccl, machine.id, ends(rank), piece(scratch).data, options) {}
 
   std::uint64_t exchange(const Numbers& sent, Numbers& received) { return link.transfer(piece(sent), piece(received), computing.stream).first; }
   std::uint64_t send(const Numbers& sent) { return link.transfer(piece(sent), {}, computing.stream).first; }

@@ -120,8 +120,8 @@ def _require_trained(model: Llama, held: Sequence[Sequence[range]]) -> None:
         if not any(parameter.requires_grad for module in modules if module is not None for parameter in module.parameters()):
             layers = " and ".join(f"{layers.start} to {layers.stop - 1}" for layers in stages)
             raise ConfigError(
-                f"pp={len(held)} with all parameters of stage {rank} frozen (layers {layers})",
-                "each stage must have something to train",
+                f"pp={len(held)} with all parameters of rank {rank} along pp frozen (layers {layers})",
+                "each rank must have something to train",
                 "Use pp=1, or leave requires_grad of one of these layers on",
             )
 
@@ -183,9 +183,16 @@ class Engine:
 
     def optimizer_step(self) -> tuple[float, bool]:
         """Sum the gradients, agree on their norm, and update unless it is not finite. Returns the norm and whether a step was taken."""
+        self.mesh.require_in_step()
         self._calls = 0
         with looked_after("an update", self.mesh):
-            return self.zero.step(self.config.max_norm)
+            try:
+                return self.zero.step(self.config.max_norm)
+            except ConfigError:  # before anything was sent
+                raise
+            except BaseException as error:
+                self.mesh.fail(error)
+                raise
 
     def eval_step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
         """The mean loss over the valid tokens of a global batch, without gradients and dropout; the same on every rank."""

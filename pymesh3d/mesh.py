@@ -81,6 +81,8 @@ class Mesh:
     def select(self, axis: Axis, coordinates: Sequence[int]) -> Axis:
         """The part of this rank's `axis` at these coordinates, of which it is one. The first call for them is collective over the mesh,
         also for ranks that are none (they get `axis`)."""
+        if [*coordinates] == [*range(axis.size)]:
+            return axis
         ranks = self.along(axis.name)[:, list(coordinates)].tolist()
         return self.keep((axis.name, tuple(coordinates)), lambda: [*self.new_lines(f"{axis.name} ties", ranks), axis][0])
 

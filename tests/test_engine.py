@@ -443,7 +443,7 @@ def refused_models() -> list[str]:
 def test_what_cannot_be_trained_is_refused_on_all_stages(ranks: Ranks) -> None:
     for texts in ranks(2, refused_models):
         assert texts == [
-            "pp=2 with all parameters of stage 0 frozen (layers 0 to 1): each stage must have something to train. "
+            "pp=2 with all parameters of rank 0 along pp frozen (layers 0 to 1): each rank must have something to train. "
             "Use pp=1, or leave requires_grad of one of these layers on",
             "optimizer=[]: it must make an optimizer from parameter groups. Use torch.optim.AdamW, or None",
         ]

@@ -116,10 +116,10 @@ def _start(operation: Callable[..., Any], tensor: torch.Tensor, line: Axis) -> d
 
 
 class NcclLink:
-    """A link over a communicator of our own, on a stream of its own: one C++ call and one kernel a transfer, and the host never waits.
+    """A link over a communicator of our own, on streams of its own: one C++ call and one kernel a transfer, and the host never waits.
 
-    Both ends must make their transfers in the same order, as the schedules see to. `stream` gives the stream that computes. A sent tensor
-    is kept until its transfer has finished.
+    What one end sends, the other must receive in the same order, as the schedules see to. `stream` gives the stream that computes. A sent
+    tensor is kept until its transfer has finished.
     """
 
     def __init__(

@@ -76,9 +76,7 @@ def libraries(cuda: str = "libcuda.so.1", nccl: str = "libnccl.so.2") -> tuple[G
     return _C.Gpu(cuda), _C.Nccl(nccl)
 
 
-def link(
-    gpu: Gpu, nccl: Nccl, unique: bytes, ranks: Sequence[int], end: int, device: torch.device, *, timeout: float, ctas: int = 0
-) -> Link:
+def link(gpu: Gpu, nccl: Nccl, unique: bytes, ranks: Sequence[int], end: int, device: torch.device, *, timeout: float) -> Link:
     """End 0 or 1 of a link between two ranks of the world. Waits for the other end. Raises RuntimeError that names both."""
-    scratch = torch.zeros(1, dtype=torch.uint8, device=device)
-    return _C.Link(gpu, nccl, unique, ranks, end, scratch.data_ptr(), min_ctas=ctas, max_ctas=ctas, timeout=timeout)
+    scratch = torch.zeros(2, dtype=torch.uint8, device=device)
+    return _C.Link(gpu, nccl, unique, ranks, end, scratch.data_ptr(), timeout=timeout)

@@ -37,7 +37,7 @@ class Stage:
 
     def __init__(self, module: Module, *, first: bool, last: bool, loss: Loss) -> None:
         self.module, self.first, self.last, self._loss = module, first, last, loss
-        self._in_flight: dict[int, tuple[torch.Tensor | None, torch.Tensor | GradientEdge]] = {}
+        self._in_flight: dict[int, tuple[torch.Tensor | None, torch.Tensor | GradientEdge | None]] = {}
 
     def forward(
         self, microbatch: int, ids: torch.Tensor, targets: torch.Tensor, h: torch.Tensor | None, masks: object = None, *, train: bool
@@ -50,13 +50,15 @@ class Stage:
             if self.last:
                 output = self._loss(output, targets)
         if train:  # the graph's end is enough for backward: the output itself may go once it has been sent
-            self._in_flight[microbatch] = (h, output if self.last else get_gradient_edge(output))
+            trained = output.requires_grad  # False on a first stage whose parameters are all frozen
+            self._in_flight[microbatch] = (h, output if self.last else get_gradient_edge(output) if trained else None)
         return output.detach()
 
     def backward(self, microbatch: int, grad: torch.Tensor | None) -> torch.Tensor | None:
         """Back-propagate one microbatch; the gradient for the stage before, None on the first."""
         h, output = self._in_flight.pop(microbatch)
-        torch.autograd.backward(output, grad)
+        if output is not None:
+            torch.autograd.backward(output, grad)
         return None if h is None else h.grad
 
     def forget(self) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from pymesh3d.bench import p2p
 from pymesh3d.comm.links import Expected
+from pymesh3d.errors import ConfigError
 
 Ranks = Callable[..., list[Any]]
 ROOT = Path(__file__).parents[2]
@@ -31,6 +32,13 @@ def test_it_runs_between_two_processes(tmp_path: Path) -> None:
     for row in rows:
         assert row["torch_us"] > 0 and row["torch_gb_s"] == pytest.approx(row["bytes"] / row["torch_us"] / 1e3)
         assert "nccl_us" not in row, "there is no NCCL on the CPU"
+
+
+def test_one_gpu_has_nobody_to_send_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"1 GPU: messages go between two\. Run it where there are more, or on the CPU"):
+        p2p.main()
 
 
 class Recorded:

@@ -32,11 +32,15 @@ def losses(tmp_path: Path, *options: str) -> list[float]:
     return [json.loads(line)["loss"] for line in log.read_text().splitlines()]
 
 
-def test_compiled_layers_and_recompute_train_as_eager_ones(tmp_path: Path) -> None:
+def test_compiled_layers_train_as_eager_ones(tmp_path: Path) -> None:
     eager = losses(tmp_path)
-    for options in (
-        ["--compile"],
-        ["--recompute=full"],
-        ["--compile", f"--tp={WORLDS[-1] if WORLDS[-1] <= 4 else 4}", "--sequence-parallel"],
-    ):
+    for options in (["--compile"], ["--compile", f"--tp={WORLDS[-1] if WORLDS[-1] <= 4 else 4}", "--sequence-parallel"]):
         assert losses(tmp_path, *options) == pytest.approx(eager, abs=0.02), options
+
+
+def test_recomputed_layers_train_as_kept_ones(tmp_path: Path) -> None:
+    kept, dropped = losses(tmp_path), losses(tmp_path, "--dropout=0.2")
+    for recompute in ("full", "selective"):
+        assert losses(tmp_path, f"--recompute={recompute}") == pytest.approx(kept, abs=0.02), recompute
+        assert losses(tmp_path, f"--recompute={recompute}", "--dropout=0.2") == pytest.approx(dropped, abs=0.02), recompute
+    assert max(abs(one - other) for one, other in zip(kept, dropped, strict=True)) > 0.02, "dropout changes the losses"

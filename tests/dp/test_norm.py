@@ -103,7 +103,7 @@ def norm_of_tied_stages(stage: int) -> tuple[float, float]:
     mesh = init_mesh(pp=2, device="cpu")
     weight = nn.Parameter(torch.zeros(8, dtype=torch.float64))
     place(weight, Placement(shape=(8,), stages=(0, 1), tied="weight"))
-    mesh.select(mesh.pp, (0, 1))
+    assert mesh.select(mesh.pp, (0, 1)) is mesh.pp
     zero = zero_over(mesh, {"weight": weight}, {"weight": [4.0, 6.0][mesh.pp.rank]}, stage)
     zero.reduce()
     norm = zero.norm().item()

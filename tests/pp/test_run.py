@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import gc
 import math
 import os
@@ -184,7 +185,7 @@ def test_an_action_without_a_rule_is_refused_and_nothing_is_kept() -> None:
 
 
 def goes_on_after_a_failed_step(axis: str, batches: Sequence[Batch]) -> list[str]:
-    """2 ranks: rank 1 has no memory for its second microbatch. What each is told of that step, of two more, and of an evaluation."""
+    """2 ranks: rank 1 has no memory for its second microbatch. What each is told of that step, and of all that it could do next."""
     engine = parallelize(Llama(SMALL, device="meta"), init_mesh(**{axis: 2}, device="cpu", timeout_s=2.0), FLOAT64)
     engine.train_step(share(batches[0], engine))
     told = []
@@ -198,9 +199,11 @@ def goes_on_after_a_failed_step(axis: str, batches: Sequence[Batch]) -> list[str
 
     if engine.mesh.rank == 1:
         stage.forward = without_room  # type: ignore[method-assign]
-    for step in (engine.train_step, engine.train_step, engine.forward_backward, engine.eval_step):
+    batch = share(batches[0], engine)
+    train, *others = (functools.partial(step, batch) for step in (engine.train_step, engine.forward_backward, engine.eval_step))
+    for step in (train, train, *others, engine.optimizer_step):
         with pytest.raises(RuntimeError) as caught:
-            step(share(batches[0], engine))
+            step()
         told.append(str(caught.value))
         stage.forward = forward  # type: ignore[method-assign]
     # Rank 1 stays until rank 0 has been told: had it left before, a send of rank 0 might be what fails.
@@ -221,7 +224,53 @@ def test_nobody_goes_on_after_a_failed_step(ranks: Ranks, axis: str, operation: 
     assert spoiled == "no room" and re.match(rf"rank 0: {operation} with ranks \[1\] failed", waited)
     for rank, reason, texts in ((0, waited, first), (1, spoiled, second)):
         text = f"rank {rank}: a step has failed before ({reason}), and what is under way between the ranks belongs to it. "
-        assert texts == [text + "Close the mesh and start again"] * 3
+        assert texts == [text + "Close the mesh and start again"] * 4
+
+
+def goes_on_after_a_failed_update(batches: Sequence[Batch]) -> list[str]:
+    """2 ranks of dp: rank 1 has no memory for its optimizer. What each is told of that update, if anything, and of the next step."""
+    engine = parallelize(Llama(SMALL, device="meta"), init_mesh(dp=2, device="cpu", timeout_s=2.0), FLOAT64)
+    told = []
+
+    def without_room(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    if engine.mesh.rank == 1:
+        engine.optimizer.step = without_room  # type: ignore[method-assign, assignment]
+    for _ in range(2):
+        try:
+            engine.train_step(share(batches[0], engine))
+            told.append("fine")
+        except RuntimeError as error:
+            told.append(str(error))
+    engine.mesh.close()
+    return told
+
+
+def test_nobody_goes_on_after_a_failed_update(ranks: Ranks) -> None:
+    """Weights would differ between ranks, and nobody would know."""
+    (_, waited), (spoiled, refused) = ranks(2, goes_on_after_a_failed_update, MASKED)
+    assert spoiled == "no room" and "rank 1: a step has failed before (no room)" in refused
+    assert "with ranks [1] failed" in waited or "a step has failed before" in waited
+
+
+def frozen_at_first(sizes: dict[str, int], virtual: int, batches: Sequence[Batch]) -> list[float]:
+    """Losses of a model whose embedding and first layer are frozen: with 4 stages, all that the first one has."""
+    model = Llama(SMALL, device="meta")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(("embed", "layers.0")))
+    config = dataclasses.replace(FLOAT64, lr=1e-3, schedule="interleaved" if virtual > 1 else "1f1b", virtual_pp=virtual)
+    engine = parallelize(model, init_mesh(**sizes, device="cpu"), config)
+    losses = [engine.train_step(share(batch, engine)).loss for batch in batches]
+    engine.mesh.close()
+    return losses
+
+
+def test_a_frozen_first_stage_of_several_on_a_rank(ranks: Ranks) -> None:
+    (expected,) = ranks(1, frozen_at_first, {}, 1, MASKED)
+    assert len(set(expected)) > 1
+    for found in ranks(2, frozen_at_first, {"pp": 2}, 2, MASKED):
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 def engines_in_turns(batches: Sequence[Batch]) -> tuple[list[list[float]], int]:
