@@ -25,10 +25,12 @@ PATIENCE = 30.0
 class Bench:
     """One rank's slots, counters and operands. `needed`: the slots for a shape, as the op tells."""
 
-    def __init__(self, shapes: Sequence[Shape], dtype: torch.dtype, device: str, needed: Callable[..., tuple[int, int]]) -> None:
+    def __init__(
+        self, shapes: Sequence[Shape], dtype: torch.dtype, device: str, needed: Callable[[int, Shape, torch.dtype], tuple[int, int]]
+    ) -> None:
         self.mesh = init_mesh(tp=-1, dp=1, device=device)
         self.ranks, self.rank, self.dtype = self.mesh.tp.size, self.mesh.rank, dtype
-        wanted = [needed(self.ranks, rows, cols, dtype, SMALL) for rows, cols, _ in shapes]
+        wanted = [needed(self.ranks, shape, dtype) for shape in shapes]
         size, length = -(-max(1, *(size for size, _ in wanted)) // 64) * 64, max(1, *(length for _, length in wanted))
         self.memory = SymmetricBuffer(2 * size, self.mesh.tp, self.mesh.device)
         self.flags = SymmetricBuffer(4 * self.ranks * length, self.mesh.tp, self.mesh.device)
@@ -47,7 +49,13 @@ class Bench:
 
     def agrees(self, found: torch.Tensor, a: list[torch.Tensor], b: list[torch.Tensor], rows: slice) -> bool:
         """Whether this is `rows` of the ranks' sum of a b^T."""
-        exact = sum((x.double() @ y.double().t() for x, y in zip(a, b, strict=True)), torch.tensor(0.0))[rows]
-        size = sum((x.double().abs() @ y.double().abs().t() for x, y in zip(a, b, strict=True)), torch.tensor(0.0))[rows]
-        assert found.shape == exact.shape and found.dtype == self.dtype and found.is_contiguous()
-        return bool(((found.double() - exact).abs() <= BOUNDS[self.dtype] * size).all())
+        parts = [(x[rows], y) for x, y in zip(a, b, strict=True)]
+        return close(found, *(list(operands) for operands in zip(*parts, strict=True)))
+
+
+def close(found: torch.Tensor, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+    """Whether this is the sum of all a b^T."""
+    exact = sum((x.double() @ y.double().t() for x, y in zip(a, b, strict=True)), torch.tensor(0.0))
+    size = sum((x.double().abs() @ y.double().abs().t() for x, y in zip(a, b, strict=True)), torch.tensor(0.0))
+    assert found.shape == exact.shape and found.dtype == b[0].dtype and found.is_contiguous()
+    return bool(((found.double() - exact).abs() <= BOUNDS[found.dtype] * size).all())

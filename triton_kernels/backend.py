@@ -20,8 +20,12 @@ if not _has_gpu:
 try:
     import triton
     import triton.language as tl
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import hopper
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 except ImportError as error:
-    triton = tl = None
+    triton = tl = gluon = gl = hopper = TensorDescriptor = None
     _missing = str(error)
 
 
@@ -63,4 +67,8 @@ def constant(value: Any) -> Any:
 
 
 jit: Any = _undecorated if triton is None else triton.jit
+gluon_jit: Any = _undecorated if triton is None else gluon.jit
+# what copies a tile between memory and shared memory: triton has renamed both after 3.6
+load_tile: Any = None if triton is None else getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
+store_tile: Any = None if triton is None else getattr(hopper.tma, "async_store", None) or hopper.tma.async_copy_shared_to_global
 available, interpreted, reason = _decide()

@@ -108,7 +108,9 @@ def launch(
     """
     ranks, tiles = slots.memory.numel(), tiles or tiles_for(a.dtype)
     y = torch.empty(a.shape[0], b.shape[0], dtype=a.dtype, device=a.device)
-    start(matmul_all_reduce_kernel, a, b, y, rank, slots, counters, needed(ranks, y.shape[0], y.shape[1], a.dtype, tiles), tiles, patience)
+    wanted = needed(ranks, y.shape[0], y.shape[1], a.dtype, tiles)
+    jobs = ranks * tiles.of(-(-y.shape[0] // ranks), y.shape[1])
+    start(matmul_all_reduce_kernel, a, b, y, rank, slots, counters, wanted, jobs, tiles, patience)
     return y
 
 

@@ -122,9 +122,8 @@ def launch(
     ranks, tiles = slots.memory.numel(), tiles or tiles_for(a.dtype)
     assert a.shape[0] % ranks == 0, f"{a.shape[0]} rows for {ranks} ranks"
     y = torch.empty(a.shape[0] // ranks, b.shape[0], dtype=a.dtype, device=a.device)
-    start(
-        matmul_reduce_scatter_kernel, a, b, y, rank, slots, counters, needed(ranks, y.shape[0], y.shape[1], a.dtype, tiles), tiles, patience
-    )
+    wanted = needed(ranks, y.shape[0], y.shape[1], a.dtype, tiles)
+    start(matmul_reduce_scatter_kernel, a, b, y, rank, slots, counters, wanted, ranks * tiles.of(*y.shape), tiles, patience)
     return y
 
 
@@ -137,10 +136,14 @@ def start(
     slots: Slots,
     counters: Counters,
     wanted: tuple[int, int],
+    jobs: int,
     tiles: Tiles,
     patience: float,
 ) -> None:
-    """Start a kernel that multiplies a with b^T, talks to other ranks over slots of at least the size and length `wanted`, and writes y."""
+    """Start a kernel that multiplies a with b^T, talks to other ranks over slots of at least the size and length `wanted`, and writes y.
+
+    `jobs`: how many tiles its programs share.
+    """
     assert a.dim() == b.dim() == 2 and a.shape[1] == b.shape[1] and a.dtype == b.dtype, f"{a.shape} {a.dtype} times {b.shape} {b.dtype}"
     (size, length), ranks = wanted, slots.memory.numel()
     assert size <= slots.size and length <= slots.length, f"{size} bytes and {length} flags in slots of {slots.size} and {slots.length}"
@@ -150,7 +153,7 @@ def start(
         # the interpreter runs one program after the other: none may wait for what a later one of another rank does
         programs = 1 if interpreted else torch.cuda.get_device_properties(a.device).multi_processor_count
         with torch.cuda.device_of(a):
-            kernel[(min(programs, length * ranks),)](
+            kernel[(min(programs, jobs),)](
                 a, b, y, slots.memory, slots.flags, *counters, rank, *y.shape, a.shape[1], a.stride(0), b.stride(0),
                 slots.size, slots.length, int(patience * 1e9), RANKS=ranks, GROUP=GROUP, **tiles.options(),
             )  # fmt: skip

@@ -79,7 +79,7 @@ class Counters(NamedTuple):
 @jit
 def missing_word(rank, tile):  # type: ignore[no-untyped-def]
     """What `Counters.missing` reads as this rank and this tile."""
-    return (tl.full((), 1, tl.int64) * rank << 32) + tile + 1
+    return (tl.cast(rank, tl.int64) << 32) + tile + 1
 
 
 @jit

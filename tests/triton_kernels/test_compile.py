@@ -1,4 +1,5 @@
-"""Every kernel compiles for sm_80, sm_90 and sm_100, on any machine: no GPU is needed. A later kernel joins by a line in KERNELS.
+"""Every kernel compiles for sm_80, sm_90 and sm_100 (those in Gluon for sm_90), on any machine: no GPU is needed. A later kernel joins by a
+line in KERNELS.
 
 This file is run as a script, because the interpreter is chosen for a whole process. The script forks for each kernel, because the compiler
 may abort.
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 
 ARCHITECTURES = (80, 90, 100)
-ORDERING = r"acquire|release|bar\.sync|acq_rel"
+ORDERING = r"acquire|release|bar\.sync|bar\.warp\.sync|acq_rel|fence\.proxy\.async;|wait_group \t?0;|bulk\.tensor"
 # name -> (file, kernel, types of its arguments in order, its constexpr arguments)
 PHILOX = " i64 i64 i64 i64 i64 i64 i32 i32 i64"
 DROPOUT = " i32 i32 i64 i64 i64 i64 i32 i32 i32 i32 i32 i64"
@@ -30,6 +31,9 @@ TURN = {"BACKWARD": False, "BLOCK_TOKENS": 32, "BLOCK_HALF": 64}
 RUNS = {"RUNS": 512, "RUN": 8}
 TILES = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "GROUP": 8}
 SHARED = "*{0} *{0} *{0} *i64 *i64 *i32 *i64 *i64 i32" + " i64" * 8
+# In Gluon. A descriptor is "ROWSxCOLS" of its blocks in bfloat16.
+HOPPER = {"HALF": 64, "BLOCK_N": 256, "BLOCK_K": 64, "STAGES": 3, "GROUP": 8, "SECOND": 240, "LOADS": 24, "STORES": 24}
+TALKS = " *i64 *i32 *i64 *i64 i32" + " i32" * 5
 KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "philox normal float32": ("philox", "philox_fill_kernel", "*fp32" + PHILOX, {"NORMAL": True, "BLOCK_ROWS": 1, "BLOCK_COLS": 1024}),
     "philox normal bfloat16": ("philox", "philox_fill_kernel", "*bf16" + PHILOX, {"NORMAL": True, "BLOCK_ROWS": 1024, "BLOCK_COLS": 1}),
@@ -54,7 +58,22 @@ KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         )
         for name, ranks, depth in (("bf16", 8, 32), ("fp64", 2, 16))
     },
+    "all-gather matmul": ("all_gather_matmul", "all_gather_matmul_kernel", SHARED.format("bf16"), TILES | {"RANKS": 4}),
     "matmul all-reduce": ("matmul_all_reduce", "matmul_all_reduce_kernel", SHARED.format("bf16"), TILES | {"RANKS": 4}),
+    "hopper matmul": ("matmul_hopper", "matmul_kernel", "64x64 256x64 64x256 i32 i32 i32", HOPPER),
+    **{
+        f"hopper {what} of {ranks}": (
+            f"{file}_hopper",
+            f"{file}_kernel",
+            f"64x64 256x64 64x256 {slot}" + f" {slot}" * (ranks - 1) + TALKS + more,
+            HOPPER | {"RANKS": ranks} | {f"other_{turn}": None for turn in range(ranks, 8)},
+        )
+        for ranks in (2, 8)
+        for what, file, slot, more in (
+            ("matmul reduce-scatter", "matmul_reduce_scatter", "64x256", " i64"),
+            ("all-gather matmul", "all_gather_matmul", "64x64", " i32 i64"),
+        )
+    },
     "cross-entropy bfloat16": ("cross_entropy", "statistics_kernel", "*bf16" + SUMS.format("fp32"), RUNS | {"SMOOTHED": False}),
     "cross-entropy float16": ("cross_entropy", "statistics_kernel", "*fp16" + SUMS.format("fp32"), RUNS | {"SMOOTHED": True}),
     "cross-entropy float64": ("cross_entropy", "statistics_kernel", "*fp64" + SUMS.format("fp64"), RUNS | {"SMOOTHED": True}),
@@ -64,19 +83,34 @@ KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 }
 
 
+def _descriptor(block: str) -> str:
+    """The type of a descriptor, as Gluon spells it."""
+    from pymesh3d.triton_kernels.backend import gl
+
+    shape = [int(size) for size in block.split("x")]
+    return f"tensordesc<bf16{shape},{gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16)!r}>"
+
+
+def _architectures(case: str) -> tuple[int, ...]:
+    return (90,) if case.startswith("hopper") else ARCHITECTURES
+
+
 def _compile(case: str) -> dict[str, tuple[str, int, list[str]]]:
     """Architecture -> (target line of the PTX, bytes of machine code, the PTX's instructions that order memory)."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     file, name, types, constexprs = KERNELS[case]
     kernel = getattr(importlib.import_module(f"pymesh3d.triton_kernels.{file}"), name)
     arguments = [argument for argument in kernel.arg_names if argument not in constexprs]
-    signature = dict(zip(arguments, types.split(), strict=True)) | dict.fromkeys(constexprs, "constexpr")
+    kinds = [_descriptor(kind) if kind[0].isdigit() else kind for kind in types.split()]
+    signature = dict(zip(arguments, kinds, strict=True)) | dict.fromkeys(constexprs, "constexpr")
+    source = (GluonASTSource if case.startswith("hopper") else ASTSource)(kernel, signature, constexprs)
     built = {}
-    for architecture in ARCHITECTURES:
-        binary = triton.compile(ASTSource(kernel, signature, constexprs), target=GPUTarget("cuda", architecture, 32))
+    for architecture in _architectures(case):
+        binary = triton.compile(source, target=GPUTarget("cuda", architecture, 32))
         lines = [line.strip() for line in binary.asm["ptx"].splitlines()]
         target = next(line for line in lines if line.startswith(".target"))
         built[str(architecture)] = (target, len(binary.asm["cubin"]), [line for line in lines if re.search(ORDERING, line)])
@@ -118,27 +152,48 @@ def test_compiles_without_a_gpu(compiled: Path, case: str) -> None:
     result = compiled / f"{number}.json"
     assert result.exists(), f"{case} does not compile:\n{(compiled / f'{number}.err').read_text()}"
     built = json.loads(result.read_text())
-    for architecture in ARCHITECTURES:
+    for architecture in _architectures(case):
         target, size, _ = built[str(architecture)]
         assert f"sm_{architecture}" in target, f"{case}: asked for sm_{architecture}, the PTX says {target}"
         assert size > 1000, f"{case}: {size} bytes of machine code for sm_{architecture}"
 
 
+TALKING = [case for case in KERNELS if "reduce" in case or "gather" in case]
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", [case for case in KERNELS if "reduce" in case])
+@pytest.mark.parametrize("case", [case for case in TALKING if not case.startswith("hopper")])
 def test_what_other_ranks_read_is_ordered_for_all_gpus(compiled: Path, case: str) -> None:
     """A flag is set by a release, and waited for by an acquire, of the whole system, with a barrier of all threads before and after."""
     built = json.loads((compiled / f"{list(KERNELS).index(case)}.json").read_text())
-    for architecture in ARCHITECTURES:
+    for architecture in _architectures(case):
         lines = built[str(architecture)][2]
         acquires = [at for at, line in enumerate(lines) if ".acquire" in line]
         releases = [at for at, line in enumerate(lines) if ".release" in line]
-        assert acquires and len(acquires) == len(releases), lines
+        assert acquires and releases and (len(acquires) == len(releases) or "gather" in case), lines
         for at in acquires:
             assert "ld.global.sys.acquire.b32" in lines[at] and "bar.sync" in lines[at + 1]
         for at in releases:
             assert "atom.global.sys.release.exch.b32" in lines[at] and "bar.sync" in lines[at - 1]
         assert "acq_rel" in lines[-2] and "bar.sync" in lines[-3], "the last program counts the call after all that it has read and written"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", [case for case in TALKING if case.startswith("hopper")])
+def test_what_the_accelerator_moves_is_ordered_for_all_gpus(compiled: Path, case: str) -> None:
+    """What it has stored is there, for all threads of the warp, before the flag is set; after a flag a fence stands before its loads."""
+    lines = json.loads((compiled / f"{list(KERNELS).index(case)}.json").read_text())["90"][2]
+    acquires = [at for at, line in enumerate(lines) if "ld.global.sys.acquire.b32" in line]
+    releases = [at for at, line in enumerate(lines) if "atom.global.sys.release.exch.b32" in line]
+    assert acquires and releases
+    for at in acquires:
+        after = [line for line in lines[at + 1 :] if "fence.proxy.async;" in line or "shared::cluster.global" in line]
+        assert "bar.warp.sync" in lines[at + 1] and "fence.proxy.async;" in after[0]
+    for at in releases:
+        before = lines[:at]
+        stored = max(number for number, line in enumerate(before) if "global.shared::cta.bulk_group" in line)
+        arrived = max(number for number, line in enumerate(before) if "wait_group 0;" in line)
+        assert stored < arrived < at - 1 and "bar.warp.sync" in lines[at - 1]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,46 @@
+"""GEMM + reduce-scatter on Hopper against float64 and against the plain kernel, and late ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pymesh3d.launch import launch as launch_ranks
+from pymesh3d.triton_kernels.matmul_hopper import Tiles
+from pymesh3d.triton_kernels.matmul_reduce_scatter_hopper import launch, needed
+from tests.hopper import TILES, needs_hopper
+from tests.products import Bench, Shape
+
+SHAPES: list[Shape] = [(300, 520, 200), (128, 256, 64), (8, 8, 8), (1024, 4096, 1024), (300, 520, 200)]  # rows of one rank
+
+
+def values(half: int, n: int, k: int, stages: int) -> bool:
+    """Shapes by turns over the same slots, each often, with ranks that are late by turns: right, and the same bits every time."""
+    tiles = Tiles(half, n, k, stages)
+    bench = Bench(SHAPES, torch.bfloat16, "cuda", lambda ranks, shape, _: needed(ranks, *shape[:2], tiles))
+    parts = [bench.memory.part(rank, (2 * bench.slots.size,), torch.uint8) for rank in range(bench.ranks)]
+    for seed, (rows, cols, depth) in enumerate(SHAPES):
+        a, b = bench.operands(rows * bench.ranks, cols, depth, seed)
+        found = []
+        for turn in range(12):
+            if turn % bench.ranks == bench.rank:
+                torch.cuda._sleep(1_000_000 * (turn % 3))
+            found.append(launch(a[bench.rank], b[bench.rank], bench.rank, bench.slots, parts, bench.counters, tiles=tiles))
+        torch.cuda.synchronize()
+        assert bench.counters.missing() is None, bench.counters.missing()
+        assert bench.agrees(found[0], a, b, slice(bench.rank * rows, (bench.rank + 1) * rows)), (rows, cols, depth)
+        assert all(torch.equal(found[0], other) for other in found)
+    bench.mesh.close()
+    return True
+
+
+@pytest.mark.gpu
+@needs_hopper(2)
+@pytest.mark.parametrize("tiles", TILES, ids=str)
+def test_values_between_gpus(tiles: Tiles) -> None:
+    script = f"from tests.triton_kernels.test_matmul_reduce_scatter_hopper import values; assert values(*{tuple(tiles)})"
+    assert launch_ranks(["-c", script], torch.cuda.device_count()) == 0
+
+
+def test_slots_hold_whole_tiles() -> None:
+    assert needed(2, 129, 257, Tiles(64, 256, 64, 3)) == (2 * 4 * 128 * 256 * 2, 4)

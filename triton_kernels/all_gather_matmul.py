@@ -1,0 +1,115 @@
+"""The ranks' rows gathered, times b^T: a column-parallel linear under sequence parallelism, in one kernel.
+
+Its programs first copy this rank's rows, piece by piece, to all the others, and set a flag there when all pieces of a run of rows have
+been copied. Then they multiply this rank's own rows, and by that time those of the next ranks have come.
+
+What comes in one call lies apart from what comes in the next: a rank that is quicker can be one call ahead, not two, because each call
+waits for all the others.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .backend import jit, tl
+from .matmul import Tiles, get, place_of, product, put, tiles_for
+from .matmul_reduce_scatter import Slots, start
+from .precision import compute_dtype
+from .signals import PATIENCE, Counters, end_of_program, missing_word, signal, wait
+
+
+def needed(ranks: int, rows: int, depth: int, dtype: torch.dtype, tiles: Tiles | None = None) -> tuple[int, int]:
+    """The least `size` and `length` of slots for [rows, depth] of each rank."""
+    return ranks * rows * depth * dtype.itemsize, -(-rows // (tiles or tiles_for(dtype)).m)
+
+
+@jit
+def all_gather_matmul_kernel(  # type: ignore[no-untyped-def]
+    a,  # [rows / RANKS, depth], this rank's
+    b,  # [cols, depth]
+    y,  # [rows, cols], contiguous
+    memory,  # int64 [ranks]: where each rank's slots are, bytes [2, size]
+    flags,  # int64 [ranks]: where each rank's flags are, int32 [ranks, length]; in those of itself it counts pieces
+    calls,
+    trouble,
+    told,
+    rank,
+    rows: tl.int64,
+    cols: tl.int64,
+    depth: tl.int64,
+    stride_a: tl.int64,
+    stride_b: tl.int64,
+    size: tl.int64,
+    length: tl.int64,
+    patience: tl.int64,
+    RANKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """A program copies every so many-th piece and computes every so many-th tile. No more programs than run at once: they wait."""
+    call = tl.load(calls) + 1
+    half = (call % 2) * size
+    share = rows // RANKS
+    across = tl.cdiv(depth, BLOCK_N)
+    mine = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
+    if RANKS > 1:
+        for piece in range(tl.program_id(0), tl.cdiv(share, BLOCK_M) * across, tl.num_programs(0)):
+            run = piece // across
+            row, col = run * BLOCK_M, piece % across * BLOCK_N
+            copied = get(a, row, col, share, depth, stride_a, BLOCK_M, BLOCK_N)
+            for other in range(RANKS):
+                if other != rank:
+                    slot = (tl.load(memory + other) + half).to(tl.pointer_type(a.dtype.element_ty)) + rank * share * depth
+                    put(copied, slot, row, col, share, depth, depth)
+            tl.debug_barrier()
+            count = mine + rank * length + run
+            if tl.atomic_add(count, 1, sem="acq_rel") == across - 1:  # the run is complete, whoever has copied it
+                tl.store(count, 0)
+                for other in range(RANKS):
+                    if other != rank:
+                        signal(tl.load(flags + other).to(tl.pointer_type(tl.int32)) + rank * length + run, call)
+    tiles = tl.cdiv(share, BLOCK_M) * tl.cdiv(cols, BLOCK_N)
+    here = (tl.load(memory + rank) + half).to(tl.pointer_type(a.dtype.element_ty))
+    for number in range(tl.program_id(0), tiles * RANKS, tl.num_programs(0)):
+        source = (rank + number // tiles) % RANKS
+        row, col = place_of(number % tiles, share, cols, BLOCK_M, BLOCK_N, GROUP)
+        first, stride = a, stride_a
+        if source != rank:
+            run = row // BLOCK_M
+            wait(mine + source * length + run, call, trouble, told, missing_word(source, run), patience)
+            first, stride = here + source * share * depth, depth
+        tile = product(first, b, row, col, share, cols, depth, stride, stride_b, BLOCK_M, BLOCK_N, BLOCK_K)
+        put(tile, y + source * share * cols, row, col, share, cols, cols)
+    end_of_program(calls, call)
+
+
+def launch(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    rank: int,
+    slots: Slots,
+    counters: Counters,
+    *,
+    tiles: Tiles | None = None,
+    patience: float = PATIENCE,
+) -> torch.Tensor:
+    """The ranks' a [R, K], one below the other, times b^T for this rank's b [N, K]: [ranks * R, N], new and contiguous, in their dtype.
+
+    All ranks must call with the same shapes (N may differ) and tiles, one call after the other. `counters.missing()` says, once the kernel
+    has ended, whether another rank has not been there for `patience` seconds, and with which run of rows; the result is worth nothing then.
+    """
+    ranks, tiles = slots.memory.numel(), tiles or tiles_for(a.dtype)
+    y = torch.empty(ranks * a.shape[0], b.shape[0], dtype=a.dtype, device=a.device)
+    if not a.shape[1]:
+        return y.zero_()
+    wanted = needed(ranks, a.shape[0], a.shape[1], a.dtype, tiles)
+    start(all_gather_matmul_kernel, a, b, y, rank, slots, counters, wanted, ranks * tiles.of(a.shape[0], b.shape[0]), tiles, patience)
+    return y
+
+
+def all_gather_matmul_ref(a: list[torch.Tensor], b: torch.Tensor) -> torch.Tensor:
+    """What `launch` returns on a rank, in plain torch, from all ranks' a and its own b."""
+    sums = compute_dtype(b.dtype)
+    return (torch.cat(a).to(sums) @ b.to(sums).t()).to(b.dtype).contiguous()

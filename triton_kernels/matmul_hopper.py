@@ -1,0 +1,213 @@
+"""a b^T on Hopper, in Gluon: what `matmul` is in plain Triton, and the parts of which the products that talk to other ranks are made.
+
+A program has four parts that run side by side. One warp loads, by the tensor memory accelerator, into a ring of stages in shared memory;
+two groups of four warps multiply, each the upper or the lower half of a tile; one warp stores what they leave in shared memory. So the next
+tile's operands are loaded, and its products begin, while a tile is stored. Between two parts stand barriers in shared memory, whose phase
+is the parity of how often they have been passed.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from .backend import TensorDescriptor, gl, gluon_jit, hopper, load_tile, store_tile, tl
+from .matmul import GROUP, place_of
+
+REGISTERS = (240, 24, 24)  # of a thread in the second group that multiplies, and in the warps that load and store
+
+
+class Tiles(NamedTuple):
+    """The size of a tile of the result [M, N], whose halves have `half` rows each, the step along K, and the stages of the ring."""
+
+    half: int
+    n: int
+    k: int
+    stages: int
+
+    def of(self, rows: int, cols: int) -> int:
+        """How many tiles a result has."""
+        return -(-rows // (2 * self.half)) * -(-cols // self.n)
+
+    def options(self) -> dict[str, Any]:
+        """As a kernel takes them."""
+        return {"HALF": self.half, "BLOCK_N": self.n, "BLOCK_K": self.k, "STAGES": self.stages, "GROUP": GROUP, "num_warps": 4}
+
+
+@gluon_jit
+def stores_have_arrived():  # type: ignore[no-untyped-def]
+    """Wait until all that this thread has stored from shared memory can be seen by others; Gluon's own wait is for having been read."""
+    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon_jit
+def fence_before_loads():  # type: ignore[no-untyped-def]
+    """What a flag has shown to this thread's own loads holds for the accelerator's loads too, which it starts from here on."""
+    gl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon_jit
+def load_tiles(  # type: ignore[no-untyped-def]
+    a, b, uppers, lowers, columns, full, empty, rank, first, rows, cols, depth,
+    RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Fill the ring with the operands of this program's tiles: of the rows of rank + first, rank + first + 1, ..."""
+    tiles = gl.cdiv(rows, 2 * HALF) * gl.cdiv(cols, BLOCK_N)
+    loaded = 0
+    for number in range(gl.program_id(0), tiles * RANKS, gl.num_programs(0)):
+        row, col = place_of(number % tiles, rows, cols, 2 * HALF, BLOCK_N, GROUP)
+        row += (rank + first + number // tiles) % RANKS * rows
+        for start in range(0, depth, BLOCK_K):
+            stage = loaded % STAGES
+            hopper.mbarrier.wait(empty.index(stage), loaded // STAGES & 1 ^ 1)
+            hopper.mbarrier.expect(full.index(stage), (2 * HALF + BLOCK_N) * BLOCK_K * 2)
+            load_tile(a, [row, start], full.index(stage), uppers.index(stage))
+            load_tile(a, [row + HALF, start], full.index(stage), lowers.index(stage))
+            load_tile(b, [col, start], full.index(stage), columns.index(stage))
+            loaded += 1
+
+
+@gluon_jit
+def multiply_tiles(  # type: ignore[no-untyped-def]
+    halves, columns, result, full, empty, free, ready, come, taken, rank, first, rows, cols, depth,
+    ADD: gl.constexpr, RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Leave half of each of this program's tiles in `result`, one after the other. ADD: what comes from the other ranks is added to tiles
+    of this rank's rows.
+    """
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    tiles = gl.cdiv(rows, 2 * HALF) * gl.cdiv(cols, BLOCK_N)
+    used = 0
+    left = 0
+    added = 0
+    for number in range(gl.program_id(0), tiles * RANKS, gl.num_programs(0)):
+        sums = gl.zeros((HALF, BLOCK_N), gl.float32, layout)
+        for start in range(0, depth, BLOCK_K):
+            stage = used % STAGES
+            hopper.mbarrier.wait(full.index(stage), used // STAGES & 1)
+            product = hopper.warpgroup_mma(halves.index(stage), columns.index(stage).permute((1, 0)), sums, is_async=True)
+            sums = hopper.warpgroup_mma_wait(1, deps=(product,))
+            hopper.mbarrier.arrive(empty.index((used + STAGES - 1) % STAGES), pred=start > 0)  # the step before has been multiplied
+            used += 1
+        sums = hopper.warpgroup_mma_wait(0, deps=(sums,))
+        hopper.mbarrier.arrive(empty.index((used + STAGES - 1) % STAGES))
+        hopper.mbarrier.wait(free, left & 1 ^ 1)
+        if ADD:
+            if (rank + first + number // tiles) % RANKS == rank:
+                for part in gl.static_range(1, RANKS):
+                    hopper.mbarrier.wait(come, added & 1)
+                    sums += result.load(layout).to(gl.float32)
+                    tl.debug_barrier()
+                    if part < RANKS - 1:
+                        hopper.mbarrier.arrive(taken)
+                    added += 1
+        result.store(sums.to(result.dtype))
+        hopper.fence_async_shared()
+        tl.debug_barrier()
+        hopper.mbarrier.arrive(ready)
+        left += 1
+
+
+@gluon_jit
+def store_tiles(  # type: ignore[no-untyped-def]
+    y, upper, lower, free, ready, rows, cols, HALF: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Store this program's tiles at their places in y."""
+    stored = 0
+    for number in range(gl.program_id(0), gl.cdiv(rows, 2 * HALF) * gl.cdiv(cols, BLOCK_N), gl.num_programs(0)):
+        row, col = place_of(number, rows, cols, 2 * HALF, BLOCK_N, GROUP)
+        hopper.mbarrier.wait(ready, stored & 1)
+        store_tile(y, [row, col], upper)
+        store_tile(y, [row + HALF, col], lower)
+        hopper.tma.store_wait(0)
+        hopper.mbarrier.arrive(free)
+        stored += 1
+
+
+@gluon_jit
+def shared(  # type: ignore[no-untyped-def]
+    a, b, y, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The ring, the halves of a tile of the result, and the barriers: full, empty; free, ready; come, taken."""
+    uppers = gl.allocate_shared_memory(a.dtype, [STAGES, HALF, BLOCK_K], a.layout)
+    lowers = gl.allocate_shared_memory(a.dtype, [STAGES, HALF, BLOCK_K], a.layout)
+    columns = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_N, BLOCK_K], b.layout)
+    upper = gl.allocate_shared_memory(y.dtype, [HALF, BLOCK_N], y.layout)
+    lower = gl.allocate_shared_memory(y.dtype, [HALF, BLOCK_N], y.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        hopper.mbarrier.init(full.index(stage), count=1)
+        hopper.mbarrier.init(empty.index(stage), count=2)
+    turns = gl.allocate_shared_memory(gl.int64, [4, 1], hopper.mbarrier.MBarrierLayout())
+    hopper.mbarrier.init(turns.index(0), count=1)
+    hopper.mbarrier.init(turns.index(1), count=2)
+    hopper.mbarrier.init(turns.index(2), count=1)
+    hopper.mbarrier.init(turns.index(3), count=2)
+    hopper.fence_async_shared()
+    return uppers, lowers, columns, upper, lower, full, empty, turns.index(0), turns.index(1), turns.index(2), turns.index(3)
+
+
+@gluon_jit
+def matmul_kernel(  # type: ignore[no-untyped-def]
+    a, b, y, rows, cols, depth,
+    HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    SECOND: gl.constexpr, LOADS: gl.constexpr, STORES: gl.constexpr,
+):  # fmt: skip
+    """A program does every so many-th tile. a, b, y are descriptors."""
+    uppers, lowers, columns, upper, lower, full, empty, free, ready, come, taken = shared(a, b, y, HALF, BLOCK_N, BLOCK_K, STAGES)
+    gl.warp_specialize(
+        [
+            (multiply_tiles, (uppers, columns, upper, full, empty, free, ready, come, taken, 0, 0, rows, cols, depth,
+                              False, 1, HALF, BLOCK_N, BLOCK_K, STAGES)),
+            (multiply_tiles, (lowers, columns, lower, full, empty, free, ready, come, taken, 0, 0, rows, cols, depth,
+                              False, 1, HALF, BLOCK_N, BLOCK_K, STAGES)),
+            (load_tiles, (a, b, uppers, lowers, columns, full, empty, 0, 0, rows, cols, depth,
+                          1, HALF, BLOCK_N, BLOCK_K, STAGES, GROUP)),
+            (store_tiles, (y, upper, lower, free, ready, rows, cols, HALF, BLOCK_N, GROUP)),
+        ],
+        [4, 1, 1],
+        [SECOND, LOADS, STORES],
+    )  # fmt: skip
+
+
+def fits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the accelerator can read and write these [M, K] and [N, K] and what comes of them."""
+    sizes = (*a.shape, b.shape[0])
+    aligned = all(x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 for x in (a, b))
+    return a.dtype == b.dtype == torch.bfloat16 and min(sizes) > 0 and sizes[1] % 8 == sizes[2] % 8 == 0 and aligned
+
+
+def tiles_for(rows: int, cols: int) -> Tiles:
+    """The tiles of a result [rows, cols]."""
+    return Tiles(64, 256, 64, 3) if Tiles(64, 256, 64, 3).of(rows, cols) > 100 else Tiles(64, 128, 64, 5)
+
+
+def descriptor(x: torch.Tensor, rows: int, cols: int) -> Any:
+    """What the accelerator needs to know of x to copy its blocks [rows, cols]."""
+    return TensorDescriptor.from_tensor(x, [rows, cols], _layout(rows, cols))
+
+
+@functools.cache
+def _layout(rows: int, cols: int) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([rows, cols], gl.bfloat16)
+
+
+@functools.cache
+def programs(device: torch.device) -> int:
+    """How many run at once."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launch(a: torch.Tensor, b: torch.Tensor, tiles: Tiles | None = None) -> torch.Tensor:
+    """a [M, K] times b^T for b [N, K], in bfloat16: [M, N], new and contiguous. N and K are multiples of 8."""
+    (rows, depth), cols = a.shape, b.shape[0]
+    tiles = tiles or tiles_for(rows, cols)
+    y = torch.empty(rows, cols, dtype=a.dtype, device=a.device)
+    matmul_kernel[(min(programs(a.device), tiles.of(rows, cols)),)](
+        descriptor(a, tiles.half, tiles.k), descriptor(b, tiles.n, tiles.k), descriptor(y, tiles.half, tiles.n),
+        rows, cols, depth, SECOND=REGISTERS[0], LOADS=REGISTERS[1], STORES=REGISTERS[2], **tiles.options(),
+    )  # fmt: skip
+    return y
