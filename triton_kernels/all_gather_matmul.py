@@ -3,8 +3,8 @@
 Its programs first copy this rank's rows, piece by piece, to all the others, and set a flag there when all pieces of a run of rows have
 been copied. Then they multiply this rank's own rows, and by that time those of the next ranks have come.
 
-What comes in one call lies apart from what comes in the next: a rank that is quicker can be one call ahead, not two, because each call
-waits for all the others.
+Before a rank copies it waits for all the others to have come to the same call: what they were given in the call before has served them
+then. Until the next call the gathered rows stay where they are, for whoever multiplies them once more.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .signals import PATIENCE, Counters, end_of_program, missing_word, signal, w
 
 
 def needed(ranks: int, rows: int, depth: int, dtype: torch.dtype, tiles: Tiles | None = None) -> tuple[int, int]:
-    """The least `size` and `length` of slots for [rows, depth] of each rank."""
-    return ranks * rows * depth * dtype.itemsize, -(-rows // (tiles or tiles_for(dtype)).m)
+    """The least `size` and `length` of slots for [rows, depth] of each rank. The gathered rows [ranks * rows, depth] begin them."""
+    return ranks * rows * depth * dtype.itemsize, 1 + -(-rows // (tiles or tiles_for(dtype)).m)
 
 
 @jit
@@ -29,7 +29,7 @@ def all_gather_matmul_kernel(  # type: ignore[no-untyped-def]
     b,  # [cols, depth]
     y,  # [rows, cols], contiguous
     memory,  # int64 [ranks]: where each rank's slots are, bytes [2, size]
-    flags,  # int64 [ranks]: where each rank's flags are, int32 [ranks, length]; in those of itself it counts pieces
+    flags,  # int64 [ranks]: where each rank's flags are, int32 [ranks, length]: of having come, and of runs of rows; by its own it counts
     calls,
     trouble,
     told,
@@ -50,35 +50,40 @@ def all_gather_matmul_kernel(  # type: ignore[no-untyped-def]
 ):
     """A program copies every so many-th piece and computes every so many-th tile. No more programs than run at once: they wait."""
     call = tl.load(calls) + 1
-    half = (call % 2) * size
     share = rows // RANKS
     across = tl.cdiv(depth, BLOCK_N)
     mine = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
     if RANKS > 1:
+        if tl.program_id(0) == 0:
+            for other in range(RANKS):
+                if other != rank:
+                    signal(tl.load(flags + other).to(tl.pointer_type(tl.int32)) + rank * length, call)
+        for other in range(RANKS):
+            if other != rank:
+                wait(mine + other * length, call, trouble, told, missing_word(other, 0), patience)
         for piece in range(tl.program_id(0), tl.cdiv(share, BLOCK_M) * across, tl.num_programs(0)):
             run = piece // across
             row, col = run * BLOCK_M, piece % across * BLOCK_N
             copied = get(a, row, col, share, depth, stride_a, BLOCK_M, BLOCK_N)
             for other in range(RANKS):
-                if other != rank:
-                    slot = (tl.load(memory + other) + half).to(tl.pointer_type(a.dtype.element_ty)) + rank * share * depth
-                    put(copied, slot, row, col, share, depth, depth)
+                slot = tl.load(memory + other).to(tl.pointer_type(a.dtype.element_ty)) + rank * share * depth
+                put(copied, slot, row, col, share, depth, depth)
             tl.debug_barrier()
-            count = mine + rank * length + run
+            count = mine + rank * length + 1 + run
             if tl.atomic_add(count, 1, sem="acq_rel") == across - 1:  # the run is complete, whoever has copied it
                 tl.store(count, 0)
                 for other in range(RANKS):
                     if other != rank:
-                        signal(tl.load(flags + other).to(tl.pointer_type(tl.int32)) + rank * length + run, call)
+                        signal(tl.load(flags + other).to(tl.pointer_type(tl.int32)) + rank * length + 1 + run, call)
     tiles = tl.cdiv(share, BLOCK_M) * tl.cdiv(cols, BLOCK_N)
-    here = (tl.load(memory + rank) + half).to(tl.pointer_type(a.dtype.element_ty))
+    here = tl.load(memory + rank).to(tl.pointer_type(a.dtype.element_ty))
     for number in range(tl.program_id(0), tiles * RANKS, tl.num_programs(0)):
         source = (rank + number // tiles) % RANKS
         row, col = place_of(number % tiles, share, cols, BLOCK_M, BLOCK_N, GROUP)
         first, stride = a, stride_a
         if source != rank:
             run = row // BLOCK_M
-            wait(mine + source * length + run, call, trouble, told, missing_word(source, run), patience)
+            wait(mine + source * length + 1 + run, call, trouble, told, missing_word(source, run), patience)
             first, stride = here + source * share * depth, depth
         tile = product(first, b, row, col, share, cols, depth, stride, stride_b, BLOCK_M, BLOCK_N, BLOCK_K)
         put(tile, y + source * share * cols, row, col, share, cols, cols)

@@ -43,15 +43,25 @@ def stores_have_arrived():  # type: ignore[no-untyped-def]
 
 
 @gluon_jit
-def fence_before_loads():  # type: ignore[no-untyped-def]
-    """What a flag has shown to this thread's own loads holds for the accelerator's loads too, which it starts from here on."""
+def fence_accelerator():  # type: ignore[no-untyped-def]
+    """What a flag has shown to this thread holds for all that the accelerator does from here on."""
     gl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon_jit
+def load_columns(b, col, start, full, columns, TURNED: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Load a block of b [N, K], or where it is kept TURNED of [K, N]."""
+    if TURNED:
+        load_tile(b, [start, col], full, columns)
+    else:
+        load_tile(b, [col, start], full, columns)
 
 
 @gluon_jit
 def load_tiles(  # type: ignore[no-untyped-def]
     a, b, uppers, lowers, columns, full, empty, rank, first, rows, cols, depth,
-    RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    TURNED: gl.constexpr, RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring with the operands of this program's tiles: of the rows of rank + first, rank + first + 1, ..."""
     tiles = gl.cdiv(rows, 2 * HALF) * gl.cdiv(cols, BLOCK_N)
@@ -65,14 +75,15 @@ def load_tiles(  # type: ignore[no-untyped-def]
             hopper.mbarrier.expect(full.index(stage), (2 * HALF + BLOCK_N) * BLOCK_K * 2)
             load_tile(a, [row, start], full.index(stage), uppers.index(stage))
             load_tile(a, [row + HALF, start], full.index(stage), lowers.index(stage))
-            load_tile(b, [col, start], full.index(stage), columns.index(stage))
+            load_columns(b, col, start, full.index(stage), columns.index(stage), TURNED)
             loaded += 1
 
 
 @gluon_jit
 def multiply_tiles(  # type: ignore[no-untyped-def]
     halves, columns, result, full, empty, free, ready, come, taken, rank, first, rows, cols, depth,
-    ADD: gl.constexpr, RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    TURNED: gl.constexpr, ADD: gl.constexpr, RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Leave half of each of this program's tiles in `result`, one after the other. ADD: what comes from the other ranks is added to tiles
     of this rank's rows.
@@ -87,7 +98,8 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
         for start in range(0, depth, BLOCK_K):
             stage = used % STAGES
             hopper.mbarrier.wait(full.index(stage), used // STAGES & 1)
-            product = hopper.warpgroup_mma(halves.index(stage), columns.index(stage).permute((1, 0)), sums, is_async=True)
+            factor = columns.index(stage) if TURNED else columns.index(stage).permute((1, 0))
+            product = hopper.warpgroup_mma(halves.index(stage), factor, sums, is_async=True)
             sums = hopper.warpgroup_mma_wait(1, deps=(product,))
             hopper.mbarrier.arrive(empty.index((used + STAGES - 1) % STAGES), pred=start > 0)  # the step before has been multiplied
             used += 1
@@ -133,7 +145,7 @@ def shared(  # type: ignore[no-untyped-def]
     """The ring, the halves of a tile of the result, and the barriers: full, empty; free, ready; come, taken."""
     uppers = gl.allocate_shared_memory(a.dtype, [STAGES, HALF, BLOCK_K], a.layout)
     lowers = gl.allocate_shared_memory(a.dtype, [STAGES, HALF, BLOCK_K], a.layout)
-    columns = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_N, BLOCK_K], b.layout)
+    columns = gl.allocate_shared_memory(b.dtype, [STAGES, b.block_shape[0], b.block_shape[1]], b.layout)
     upper = gl.allocate_shared_memory(y.dtype, [HALF, BLOCK_N], y.layout)
     lower = gl.allocate_shared_memory(y.dtype, [HALF, BLOCK_N], y.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
@@ -154,18 +166,18 @@ def shared(  # type: ignore[no-untyped-def]
 def matmul_kernel(  # type: ignore[no-untyped-def]
     a, b, y, rows, cols, depth,
     HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    SECOND: gl.constexpr, LOADS: gl.constexpr, STORES: gl.constexpr,
+    TURNED: gl.constexpr, SECOND: gl.constexpr, LOADS: gl.constexpr, STORES: gl.constexpr,
 ):  # fmt: skip
     """A program does every so many-th tile. a, b, y are descriptors."""
     uppers, lowers, columns, upper, lower, full, empty, free, ready, come, taken = shared(a, b, y, HALF, BLOCK_N, BLOCK_K, STAGES)
     gl.warp_specialize(
         [
             (multiply_tiles, (uppers, columns, upper, full, empty, free, ready, come, taken, 0, 0, rows, cols, depth,
-                              False, 1, HALF, BLOCK_N, BLOCK_K, STAGES)),
+                              TURNED, False, 1, HALF, BLOCK_N, BLOCK_K, STAGES)),
             (multiply_tiles, (lowers, columns, lower, full, empty, free, ready, come, taken, 0, 0, rows, cols, depth,
-                              False, 1, HALF, BLOCK_N, BLOCK_K, STAGES)),
+                              TURNED, False, 1, HALF, BLOCK_N, BLOCK_K, STAGES)),
             (load_tiles, (a, b, uppers, lowers, columns, full, empty, 0, 0, rows, cols, depth,
-                          1, HALF, BLOCK_N, BLOCK_K, STAGES, GROUP)),
+                          TURNED, 1, HALF, BLOCK_N, BLOCK_K, STAGES, GROUP)),
             (store_tiles, (y, upper, lower, free, ready, rows, cols, HALF, BLOCK_N, GROUP)),
         ],
         [4, 1, 1],
@@ -174,15 +186,25 @@ def matmul_kernel(  # type: ignore[no-untyped-def]
 
 
 def fits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the accelerator can read and write these [M, K] and [N, K] and what comes of them."""
+    """Whether the accelerator can read and write these [M, K] and [N, K] (or the transpose of a [K, N]) and what comes of them."""
     sizes = (*a.shape, b.shape[0])
-    aligned = all(x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 for x in (a, b))
+    aligned = all(x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 for x in (a, b.t() if turned(b) else b))
     return a.dtype == b.dtype == torch.bfloat16 and min(sizes) > 0 and sizes[1] % 8 == sizes[2] % 8 == 0 and aligned
 
 
 def tiles_for(rows: int, cols: int) -> Tiles:
     """The tiles of a result [rows, cols]."""
     return Tiles(64, 256, 64, 3) if Tiles(64, 256, 64, 3).of(rows, cols) > 100 else Tiles(64, 128, 64, 5)
+
+
+def turned(b: torch.Tensor) -> bool:
+    """Whether b [N, K] is the transpose of what is kept row by row."""
+    return b.stride(1) != 1 and b.stride(0) == 1
+
+
+def weights(b: torch.Tensor, tiles: Tiles) -> Any:
+    """The descriptor of b [N, K], or of its transpose where that is what is kept."""
+    return descriptor(b.t(), tiles.k, tiles.n) if turned(b) else descriptor(b, tiles.n, tiles.k)
 
 
 def descriptor(x: torch.Tensor, rows: int, cols: int) -> Any:
@@ -207,7 +229,7 @@ def launch(a: torch.Tensor, b: torch.Tensor, tiles: Tiles | None = None) -> torc
     tiles = tiles or tiles_for(rows, cols)
     y = torch.empty(rows, cols, dtype=a.dtype, device=a.device)
     matmul_kernel[(min(programs(a.device), tiles.of(rows, cols)),)](
-        descriptor(a, tiles.half, tiles.k), descriptor(b, tiles.n, tiles.k), descriptor(y, tiles.half, tiles.n),
-        rows, cols, depth, SECOND=REGISTERS[0], LOADS=REGISTERS[1], STORES=REGISTERS[2], **tiles.options(),
+        descriptor(a, tiles.half, tiles.k), weights(b, tiles), descriptor(y, tiles.half, tiles.n),
+        rows, cols, depth, TURNED=turned(b), SECOND=REGISTERS[0], LOADS=REGISTERS[1], STORES=REGISTERS[2], **tiles.options(),
     )  # fmt: skip
     return y

@@ -17,13 +17,15 @@ from .matmul_hopper import (
     REGISTERS,
     Tiles,
     descriptor,
-    fence_before_loads,
+    fence_accelerator,
     load_tiles,
     multiply_tiles,
     programs,
     shared,
     stores_have_arrived,
     tiles_for,
+    turned,
+    weights,
 )
 from .matmul_reduce_scatter import Slots
 from .signals import PATIENCE, Counters, end_of_program, missing_word, signal, wait
@@ -49,7 +51,7 @@ def exchange_tiles(  # type: ignore[no-untyped-def]
             for part in gl.static_range(1, RANKS):
                 source = part - 1 + (part > rank)
                 wait(mine + source * length + tile, call, trouble, told, missing_word(source, tile), patience)
-                fence_before_loads()
+                fence_accelerator()
                 if part > 1:
                     hopper.mbarrier.wait(taken, again & 1)
                     again += 1
@@ -86,7 +88,7 @@ def matmul_reduce_scatter_kernel(  # type: ignore[no-untyped-def]
     other_1, other_2, other_3, other_4, other_5, other_6, other_7,  # those of rank + 1, rank + 2, ...; None where there are fewer
     flags, calls, trouble, told, rank, rows, cols, depth, slot_rows, length, patience: tl.int64,
     RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    SECOND: gl.constexpr, LOADS: gl.constexpr, STORES: gl.constexpr,
+    TURNED: gl.constexpr, SECOND: gl.constexpr, LOADS: gl.constexpr, STORES: gl.constexpr,
 ):  # fmt: skip
     """A program does every so many-th tile of all ranks' results, this rank's last."""
     others = (other_1, other_2, other_3, other_4, other_5, other_6, other_7)  # one by one: triton 3.6 starts no kernel with a tuple of them
@@ -94,11 +96,11 @@ def matmul_reduce_scatter_kernel(  # type: ignore[no-untyped-def]
     gl.warp_specialize(
         [
             (multiply_tiles, (uppers, columns, upper, full, empty, free, ready, come, taken, rank, 1, rows, cols, depth,
-                              True, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES)),
+                              TURNED, True, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES)),
             (multiply_tiles, (lowers, columns, lower, full, empty, free, ready, come, taken, rank, 1, rows, cols, depth,
-                              True, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES)),
+                              TURNED, True, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES)),
             (load_tiles, (a, b, uppers, lowers, columns, full, empty, rank, 1, rows, cols, depth,
-                          RANKS, HALF, BLOCK_N, BLOCK_K, STAGES, GROUP)),
+                          TURNED, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES, GROUP)),
             (exchange_tiles, (y, here, others, flags, upper, lower, free, ready, come, taken, calls, trouble, told, rank, rows, cols,
                               slot_rows, length, patience, RANKS, HALF, BLOCK_N, GROUP)),
         ],
@@ -132,9 +134,9 @@ def launch(
     memory = [descriptor(part.view(a.dtype).view(-1, tiles.n), tiles.half, tiles.n) for part in parts]
     grid = (min(programs(a.device), ranks * tiles.of(rows, cols)),)
     matmul_reduce_scatter_kernel[grid](
-        descriptor(a, tiles.half, tiles.k), descriptor(b, tiles.n, tiles.k), descriptor(y, tiles.half, tiles.n),
+        descriptor(a, tiles.half, tiles.k), weights(b, tiles), descriptor(y, tiles.half, tiles.n),
         memory[rank], *(memory[(rank + turn) % ranks] if turn < ranks else None for turn in range(1, 8)), slots.flags, *counters, rank,
-        rows, cols, a.shape[1], slots.size // tiles.n // 2, slots.length, int(patience * 1e9), RANKS=ranks,
+        rows, cols, a.shape[1], slots.size // tiles.n // 2, slots.length, int(patience * 1e9), TURNED=turned(b), RANKS=ranks,
         SECOND=REGISTERS[0], LOADS=REGISTERS[1], STORES=REGISTERS[2], launch_cooperative_grid=True, **tiles.options(),
     )  # fmt: skip
     return y

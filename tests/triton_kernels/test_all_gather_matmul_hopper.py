@@ -25,11 +25,14 @@ def values(half: int, n: int, k: int, stages: int) -> bool:
         for turn in range(12):
             if turn % bench.ranks == bench.rank:
                 torch.cuda._sleep(1_000_000 * (turn % 3))
-            found.append(launch(a[bench.rank], b[bench.rank], bench.rank, bench.slots, parts, bench.counters, tiles=tiles))
+            weights = b[bench.rank] if turn % 2 else b[bench.rank].t().contiguous().t()
+            found.append(launch(a[bench.rank], weights, bench.rank, bench.slots, parts, bench.counters, tiles=tiles))
         torch.cuda.synchronize()
         assert bench.counters.missing() is None, bench.counters.missing()
         assert close(found[0], [torch.cat(a)], [b[bench.rank]]), shape
         assert all(torch.equal(found[0], other) for other in found)
+        rows = torch.cat(a)
+        assert torch.equal(bench.memory.part(bench.rank, tuple(rows.shape), torch.bfloat16), rows), "gathered, for another product"
     bench.mesh.close()
     return True
 
@@ -42,5 +45,5 @@ def test_values_between_gpus(tiles: Tiles) -> None:
     assert launch_ranks(["-c", script], torch.cuda.device_count()) == 0
 
 
-def test_slots_hold_whole_runs_and_blocks() -> None:
-    assert needed(2, 129, 65, Tiles(64, 256, 64, 3)) == (2 * 256 * 128 * 2, 2)
+def test_slots_hold_the_rows_and_a_flag_for_each_run() -> None:
+    assert needed(2, 129, 65, Tiles(64, 256, 64, 3)) == (2 * 129 * 65 * 2, 3)

@@ -23,6 +23,7 @@ def test_values(shape: tuple[int, int, int], tiles: Tiles) -> None:
     assert close(found, [a], [b]) and torch.equal(found, again)
     apart = torch.full((rows, depth + 64), torch.nan, dtype=torch.bfloat16, device="cuda")[:, :depth]
     assert torch.equal(launch(apart.copy_(a), b, tiles), found)
+    assert torch.equal(launch(a, b.t().contiguous().t(), tiles), found)
 
 
 def test_what_fits() -> None:
@@ -33,6 +34,7 @@ def test_what_fits() -> None:
     assert fits(operand(1, 8), b) and fits(operand(5, 24)[:, 8:16], b)
     assert not fits(operand(5, 8), operand(12, 8)), "rows of the result would not be aligned"
     assert not fits(operand(5, 4), operand(16, 4)) and not fits(operand(5, 12)[:, :8], b)
+    assert fits(operand(5, 16), operand(16, 8).t()), "weights may be the transpose of what is kept"
     assert not fits(operand(8, 5).t(), operand(16, 8)) and not fits(operand(5, 24)[:, 4:12], b)
     assert not fits(operand(0, 8), b) and not fits(operand(5, 8, torch.float32), operand(16, 8, torch.float32))
 

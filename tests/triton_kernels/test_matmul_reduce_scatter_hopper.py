@@ -25,7 +25,8 @@ def values(half: int, n: int, k: int, stages: int) -> bool:
         for turn in range(12):
             if turn % bench.ranks == bench.rank:
                 torch.cuda._sleep(1_000_000 * (turn % 3))
-            found.append(launch(a[bench.rank], b[bench.rank], bench.rank, bench.slots, parts, bench.counters, tiles=tiles))
+            weights = b[bench.rank] if turn % 2 else b[bench.rank].t().contiguous().t()
+            found.append(launch(a[bench.rank], weights, bench.rank, bench.slots, parts, bench.counters, tiles=tiles))
         torch.cuda.synchronize()
         assert bench.counters.missing() is None, bench.counters.missing()
         assert bench.agrees(found[0], a, b, slice(bench.rank * rows, (bench.rank + 1) * rows)), (rows, cols, depth)
