@@ -15,7 +15,7 @@ from .backend import jit, tl
 from .matmul import Tiles, get, place_of, product, put, tiles_for
 from .matmul_reduce_scatter import Slots, start
 from .precision import compute_dtype
-from .signals import PATIENCE, Counters, end_of_program, missing_word, signal, wait
+from .signals import PATIENCE, Counters, end_of_program, missing_word, signal, take_job, wait
 
 
 def needed(ranks: int, rows: int, depth: int, dtype: torch.dtype, tiles: Tiles | None = None) -> tuple[int, int]:
@@ -48,20 +48,21 @@ def all_gather_matmul_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """A program copies every so many-th piece and computes every so many-th tile. No more programs than run at once: they wait."""
+    """A program copies one piece after the other, until there are no more, and then computes tiles, this rank's first: the others wait."""
     call = tl.load(calls) + 1
     share = rows // RANKS
     across = tl.cdiv(depth, BLOCK_N)
     mine = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
     if RANKS > 1:
-        if tl.program_id(0) == 0:
+        piece = take_job(calls, 0)
+        if piece == 0:
             for other in range(RANKS):
                 if other != rank:
                     signal(tl.load(flags + other).to(tl.pointer_type(tl.int32)) + rank * length, call)
         for other in range(RANKS):
             if other != rank:
                 wait(mine + other * length, call, trouble, told, missing_word(other, 0), patience)
-        for piece in range(tl.program_id(0), tl.cdiv(share, BLOCK_M) * across, tl.num_programs(0)):
+        while piece < tl.cdiv(share, BLOCK_M) * across:
             run = piece // across
             row, col = run * BLOCK_M, piece % across * BLOCK_N
             copied = get(a, row, col, share, depth, stride_a, BLOCK_M, BLOCK_N)
@@ -75,9 +76,11 @@ def all_gather_matmul_kernel(  # type: ignore[no-untyped-def]
                 for other in range(RANKS):
                     if other != rank:
                         signal(tl.load(flags + other).to(tl.pointer_type(tl.int32)) + rank * length + 1 + run, call)
+            piece = take_job(calls, 0)
     tiles = tl.cdiv(share, BLOCK_M) * tl.cdiv(cols, BLOCK_N)
     here = tl.load(memory + rank).to(tl.pointer_type(a.dtype.element_ty))
-    for number in range(tl.program_id(0), tiles * RANKS, tl.num_programs(0)):
+    number = take_job(calls, 1)
+    while number < tiles * RANKS:
         source = (rank + number // tiles) % RANKS
         row, col = place_of(number % tiles, share, cols, BLOCK_M, BLOCK_N, GROUP)
         first, stride = a, stride_a
@@ -87,6 +90,7 @@ def all_gather_matmul_kernel(  # type: ignore[no-untyped-def]
             first, stride = here + source * share * depth, depth
         tile = product(first, b, row, col, share, cols, depth, stride, stride_b, BLOCK_M, BLOCK_N, BLOCK_K)
         put(tile, y + source * share * cols, row, col, share, cols, cols)
+        number = take_job(calls, 1)
     end_of_program(calls, call)
 
 

@@ -13,7 +13,7 @@ from .backend import jit, tl
 from .matmul import Tiles, place_of, product, put, tiles_for
 from .matmul_reduce_scatter import Slots, give, start, take
 from .precision import compute_dtype, wide
-from .signals import PATIENCE, Counters, end_of_program
+from .signals import PATIENCE, Counters, end_of_program, take_job
 
 
 def needed(ranks: int, rows: int, cols: int, dtype: torch.dtype, tiles: Tiles | None = None) -> tuple[int, int]:
@@ -47,13 +47,14 @@ def matmul_all_reduce_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """A program does every so many-th tile of all ranks' rows, this rank's last. No more programs than run at once: they wait."""
+    """A program does one tile of all ranks' rows after the other, this rank's last: those wait. Then it copies sums."""
     call = tl.load(calls) + 1
     share = tl.cdiv(rows, RANKS)
     tiles = tl.cdiv(share, BLOCK_M) * tl.cdiv(cols, BLOCK_N)
     sums = RANKS * share * cols  # where they begin
     half = (call % 2) * size
-    for number in range(tl.program_id(0), tiles * RANKS, tl.num_programs(0)):
+    number = take_job(calls, 0)
+    while number < tiles * RANKS:
         owner = (rank + 1 + number // tiles) % RANKS
         tile = number % tiles
         first = owner * share
@@ -76,7 +77,9 @@ def matmul_all_reduce_kernel(  # type: ignore[no-untyped-def]
                         flag = rank * length + tiles + tile
                         give(result, y, memory, flags, other, sums + first * cols, flag, row, col, owned, cols, call, half)
                 put(result, y + first * cols, row, col, owned, cols, cols)
-    for number in range(tl.program_id(0), tiles * (RANKS - 1), tl.num_programs(0)):
+        number = take_job(calls, 0)
+    number = take_job(calls, 1)
+    while number < tiles * (RANKS - 1):
         owner = (rank + 1 + number // tiles) % RANKS
         tile = number % tiles
         first = owner * share
@@ -88,6 +91,7 @@ def matmul_all_reduce_kernel(  # type: ignore[no-untyped-def]
                 trouble, told, tiles + tile, patience, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             put(result, y + first * cols, row, col, owned, cols, cols)
+        number = take_job(calls, 1)
     end_of_program(calls, call)
 
 

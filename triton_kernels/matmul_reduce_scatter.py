@@ -17,7 +17,7 @@ import torch
 from .backend import interpreted, jit, tl
 from .matmul import GROUP, Tiles, get, place_of, product, put, tiles_for
 from .precision import compute_dtype, wide
-from .signals import PATIENCE, Counters, end_of_program, missing_word, signal, wait
+from .signals import PATIENCE, Counters, end_of_program, missing_word, signal, take_job, wait
 
 
 class Slots(NamedTuple):
@@ -81,11 +81,12 @@ def matmul_reduce_scatter_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """A program does every so many-th tile of all ranks' results, this rank's last. No more programs than run at once: they wait."""
+    """A program does one tile of all ranks' results after the other, this rank's last: those wait."""
     call = tl.load(calls) + 1
     tiles = tl.cdiv(rows, BLOCK_M) * tl.cdiv(cols, BLOCK_N)
     half = (call % 2) * size
-    for number in range(tl.program_id(0), tiles * RANKS, tl.num_programs(0)):
+    number = take_job(calls, 0)
+    while number < tiles * RANKS:
         owner = (rank + 1 + number // tiles) % RANKS
         tile = number % tiles
         row, col = place_of(tile, rows, cols, BLOCK_M, BLOCK_N, GROUP)
@@ -101,6 +102,7 @@ def matmul_reduce_scatter_kernel(  # type: ignore[no-untyped-def]
                     )  # fmt: skip
                     result += wide(part)
             put(result, y, row, col, rows, cols, cols)
+        number = take_job(calls, 0)
     end_of_program(calls, call)
 
 

@@ -56,8 +56,8 @@ def wait(flag, call, trouble, told, what, patience):  # type: ignore[no-untyped-
 class Counters(NamedTuple):
     """What the programs of one rank count in, in memory of its GPU, and where they tell the host what went wrong.
 
-    `calls`, int32 [2]: calls that have ended here, and programs of this call that have. `trouble`, int64 [1], and `told`, the same in
-    memory of the host: 0, or what a wait in vain has left there.
+    `calls`, int32 [4]: calls that have ended here, programs of this call that have, and how many jobs of its two queues are taken.
+    `trouble`, int64 [1], and `told`, the same in memory of the host: 0, or what a wait in vain has left there.
     """
 
     calls: torch.Tensor
@@ -68,7 +68,7 @@ class Counters(NamedTuple):
     def on(device: torch.device) -> Counters:
         """New ones."""
         told = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
-        return Counters(torch.zeros(2, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int64, device=device), told)
+        return Counters(torch.zeros(4, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int64, device=device), told)
 
     def missing(self) -> tuple[int, int] | None:
         """The rank and the tile that a program has waited for in vain, if one has."""
@@ -83,9 +83,20 @@ def missing_word(rank, tile):  # type: ignore[no-untyped-def]
 
 
 @jit
+def take_job(calls, QUEUE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The next number of queue 0 or 1 that no program has taken yet.
+
+    So whichever programs run do all the jobs, those that others wait for first: a call ends though some of its programs find no room
+    beside another kernel, even one that waits, over other ranks, for this call to end.
+    """
+    return tl.atomic_add(calls + 2 + QUEUE, 1, sem="relaxed")
+
+
+@jit
 def end_of_program(calls, call):  # type: ignore[no-untyped-def]
     """The last program to end counts the call. All have read how many there were before, as they do when they begin."""
     tl.debug_barrier()
     if tl.atomic_add(calls + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-        tl.store(calls + 1, 0)
+        for counter in range(1, 4):
+            tl.store(calls + counter, 0)
         tl.store(calls, call)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pymesh3d.comm.symmetric import SymmetricBuffer
 from pymesh3d.mesh import init_mesh
 from pymesh3d.triton_kernels.backend import jit, tl
-from pymesh3d.triton_kernels.signals import Counters, end_of_program, missing_word, signal, wait
+from pymesh3d.triton_kernels.signals import Counters, end_of_program, missing_word, signal, take_job, wait
 from tests.kernels import DEVICE, needs_kernels
 
 Ranks = Callable[..., list[Any]]
@@ -51,7 +51,30 @@ def passed_on() -> tuple[list[int], list[int], Any]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_numbers_go_around(ranks: Ranks, world: int) -> None:
     expected = [ROUNDS * world] + [(ROUNDS - 1) * world + rank for rank in range(1, world)]
-    assert ranks(world, passed_on) == [([number], [ROUNDS, 0], None) for number in expected]
+    assert ranks(world, passed_on) == [([number], [ROUNDS, 0, 0, 0], None) for number in expected]
+
+
+@jit
+def jobs_kernel(done, calls, count, programs, QUEUE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Count in `done` how often each job is done, and in `programs` by how many."""
+    job = take_job(calls, QUEUE)
+    if job < count:
+        tl.atomic_add(programs, 1)
+    while job < count:
+        tl.atomic_add(done + job, 1)
+        job = take_job(calls, QUEUE)
+    end_of_program(calls, tl.load(calls) + 1)
+
+
+@needs_kernels
+@pytest.mark.parametrize("queue", [0, 1])
+def test_every_job_is_done_once_in_every_call(queue: int) -> None:
+    calls, programs = (torch.zeros(size, dtype=torch.int32, device=DEVICE) for size in (4, 1))
+    done = torch.zeros(50, dtype=torch.int32, device=DEVICE)
+    for call in range(1, 4):
+        jobs_kernel[(7,)](done, calls, 50, programs, QUEUE=queue)
+        assert done.tolist() == [call] * 50 and calls.tolist() == [call, 0, 0, 0]
+    assert programs.item() >= 3
 
 
 @jit
@@ -73,7 +96,7 @@ def waited(flags: list[int], call: int, seconds: float, counters: Counters) -> f
 def test_a_flag_of_this_call_or_the_next_is_enough() -> None:
     counters = Counters.on(torch.device(DEVICE))
     assert waited([4, 5], 4, 30.0, counters) < 20.0
-    assert counters.missing() is None and counters.calls.tolist() == [4, 0]
+    assert counters.missing() is None and counters.calls.tolist() == [4, 0, 0, 0]
     assert waited([-(2**31), 2**31 - 1], 2**31 - 1, 30.0, counters) < 20.0, "counts go on after the largest number"
 
 
@@ -83,5 +106,5 @@ def test_who_waits_in_vain_says_for_whom_and_ends(flags: list[int], named: set[t
     counters = Counters.on(torch.device(DEVICE))
     assert 0.3 <= waited(flags, 4, 0.3, counters) < 10.0
     assert counters.missing() in named
-    assert counters.calls.tolist() == [4, 0], "the call has ended nevertheless"
+    assert counters.calls.tolist() == [4, 0, 0, 0], "the call has ended nevertheless"
     assert waited([0, 0], 5, 30.0, counters) < 20.0, "nobody has patience after that"
