@@ -189,13 +189,7 @@ def _train(one: argparse.ArgumentParser) -> None:
         "--seed", type=int, metavar="N", default=defaults.seed, help="seed of the initial weights and of the order of the data"
     )
     _schedule(how, SCHEDULES, "order of the pipeline's forwards and backwards; pymesh3d draw shows it")
-    how.add_argument(
-        "--virtual-pp",
-        type=int,
-        metavar="N",
-        default=defaults.virtual_pp,
-        help="stages of each rank; --schedule interleaved takes 2 or more",
-    )
+    how.add_argument("--virtual-pp", type=int, metavar="N", help="stages of each rank (default: 2 with --schedule interleaved, else 1)")
     how.add_argument(
         "--zero-stage",
         type=int,
@@ -273,7 +267,8 @@ def job_of(args: argparse.Namespace) -> train.Job:
             raise ConfigError(f"--{axis} -1", "only --dp can be left open", f"Give --{axis} a size of 1 or more")
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     _require_gpu(device)
-    given = vars(args)
+    virtual = (2 if args.schedule == "interleaved" else 1) if args.virtual_pp is None else args.virtual_pp
+    given = vars(args) | {"virtual_pp": virtual}
     model = ModelConfig.load(args.model)
     training = TrainConfig(**{**fields_of(TrainConfig, given), "max_norm": args.max_norm or None})
     layout = Layout(**{**fields_of(Layout, given), "dp": (-1 if is_child() else 1) if args.dp is None else args.dp})

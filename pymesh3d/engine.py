@@ -59,6 +59,10 @@ def parallelize(model: Llama, mesh: Mesh, config: TrainConfig | None = None, *, 
         if not isinstance(given, kind):
             what = f"a {type(given).__name__} where a {kind.__name__} belongs"
             raise ConfigError(what, "parallelize(model, mesh, config) is for the reference model", instead)
+    if any(hasattr(parameter, "main_grad") for parameter in model.parameters()):
+        raise ConfigError(
+            "a model that has been parallelized before", "its parameters lie in the buffers of another Engine", "Make a new one"
+        )
     validate(model.config, mesh.layout, config)
     if optimizer is not None and not callable(optimizer):
         raise ConfigError(f"optimizer={optimizer!r}", "it must make an optimizer from parameter groups", "Use torch.optim.AdamW, or None")
@@ -118,11 +122,15 @@ def _require_trained(model: Llama, held: Sequence[Sequence[range]]) -> None:
         modules: list[torch.nn.Module | None] = [model.layers[str(number)] for layers in stages for number in layers]
         modules += [model.embed] * (rank == 0) + [model.norm, model.head] * (rank == len(held) - 1)
         if not any(parameter.requires_grad for module in modules if module is not None for parameter in module.parameters()):
-            layers = " and ".join(f"{layers.start} to {layers.stop - 1}" for layers in stages)
+            parts = ["embed"] * (rank == 0) + [f"layer {number}" for layers in stages for number in layers]
+            parts += ["norm", "head"] * (rank == len(held) - 1)
+            instead = "Leave requires_grad of one of these on"
+            if len(held) > 1 and len(stages) == 1:
+                instead += ", or use schedule='interleaved' with virtual_pp=2, which gives each rank early and late layers"
             raise ConfigError(
-                f"pp={len(held)} with all parameters of rank {rank} along pp frozen (layers {layers})",
+                f"pp={len(held)} with all parameters of rank {rank} along pp frozen ({', '.join(parts)})",
                 "each rank must have something to train",
-                "Use pp=1, or leave requires_grad of one of these layers on",
+                instead,
             )
 
 

@@ -103,7 +103,7 @@ REFUSALS = {
     "train --dtype fp16": "--dtype float16: fp16 needs loss scaling, .* Use --dtype bfloat16: same",
     "train --schedule zb": "--schedule zb: gpipe, 1f1b and interleaved are here; zero-bubble .* not available yet. Use --schedule 1f1b",
     "train --pp 2 --virtual-pp 2": "--schedule 1f1b, --virtual-pp 2: .* Use --schedule interleaved with --virtual-pp 2, or ",
-    "train --pp 2 --schedule interleaved": "--schedule interleaved, --virtual-pp 1: .* Use --schedule interleaved with --virtual-pp 2, or ",
+    "train --pp 2 --schedule interleaved --virtual-pp 1": "--schedule interleaved, --virtual-pp 1: .* Use --schedule interleaved with --v",
     "train --pp 4 --schedule interleaved --virtual-pp 2": '"layers": 4, --pp 4, --virtual-pp 2: .* at least one layer. Use --pp 2 or less',
     "train --zero-stage 3": "--zero-stage 3: 0 and 1 are here; 2 and 3 are not available yet. Use --zero-stage 1, and ",
     "train --device cuda": "--device cuda: torch sees no GPU here. Use --device cpu",

@@ -432,6 +432,8 @@ def refused_models() -> list[str]:
         texts.append(str(caught.value))
     next(frozen.layers["0"].parameters()).requires_grad_()
     parallelize(frozen, mesh, FLOAT64)
+    with pytest.raises(ConfigError, match=r"a model that has been parallelized before: .* Make a new one"):
+        parallelize(frozen, mesh, FLOAT64)
     ends = Llama(SMALL, device="meta").requires_grad_(False)
     for parameter in (ends.embed.weight, ends.norm.weight):  # type: ignore[union-attr]
         parameter.requires_grad_()  # type: ignore[union-attr]
@@ -443,8 +445,9 @@ def refused_models() -> list[str]:
 def test_what_cannot_be_trained_is_refused_on_all_stages(ranks: Ranks) -> None:
     for texts in ranks(2, refused_models):
         assert texts == [
-            "pp=2 with all parameters of rank 0 along pp frozen (layers 0 to 1): each rank must have something to train. "
-            "Use pp=1, or leave requires_grad of one of these layers on",
+            "pp=2 with all parameters of rank 0 along pp frozen (embed, layer 0, layer 1): each rank must have something to train. "
+            "Leave requires_grad of one of these on, or use schedule='interleaved' with virtual_pp=2, which gives each rank early and late "
+            "layers",
             "optimizer=[]: it must make an optimizer from parameter groups. Use torch.optim.AdamW, or None",
         ]
 

@@ -74,7 +74,9 @@ def require_same(directory: Path, about: Mapping[str, Any]) -> tuple[int, dict[s
         rule = f"it was written by a run on other data of the same name and size, {before}"
         raise CheckpointError(f"{given} with {now}", rule, "Give the data as they were, or begin anew in another folder")
     if changed:
-        raise CheckpointError(f"{given} with {now}", f"it was written by another run, with {before}", f"Use {before}")
+        several = "virtual_pp" in changed and saved["virtual_pp"] > 1
+        instead = f"Use {before}{', with schedule=' + repr('interleaved') if several else ''}"
+        raise CheckpointError(f"{given} with {now}", f"it was written by another run, with {before}", instead)
     return step, manifest
 
 

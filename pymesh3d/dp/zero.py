@@ -313,7 +313,7 @@ class Zero:
                 f"a state {', '.join(wrong)}",
                 f"it must hold {', '.join(f'{name} {list(shape)}' for name, shape in needed.items())}, and besides only what the optimizer "
                 f"keeps for one of them, as exp_avg.0 {list(shapes['0'])} or step.0 []",
-                "Load what state() gave on the same rank of the same mesh, with the same stage and bucket_elements",
+                "Load what state() gave on the same rank of the same mesh, with the same ZeRO stage, bucket_elements and frozen parameters",
             )
 
 

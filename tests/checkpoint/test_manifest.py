@@ -72,6 +72,13 @@ def test_the_newest_of_the_same_run_is_found(saved: Path) -> None:
     assert require_same(saved, dict(reversed(ABOUT.items()))) == (2, {"format": 1, "about": ABOUT, "sha256": ["x"]})
 
 
+def test_several_stages_a_rank_need_their_schedule(tmp_path: Path) -> None:
+    folder_of(tmp_path, 1).mkdir()
+    (folder_of(tmp_path, 1) / MANIFEST).write_text(json.dumps({"format": 1, "about": ABOUT | {"virtual_pp": 2}, "sha256": ["x"]}))
+    with pytest.raises(CheckpointError, match=r"with virtual_pp=2. Use virtual_pp=2, with schedule='interleaved'$"):
+        require_same(tmp_path, ABOUT | {"virtual_pp": 1})
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

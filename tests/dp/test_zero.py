@@ -472,7 +472,7 @@ def test_a_state_of_something_else_is_refused(ranks: Ranks) -> None:
     """And one that has no moments yet leaves none."""
     rule = "it must hold steps_taken [], master.0 [64], master.1 [64], and besides only what the optimizer keeps for one of them, as "
     rule += "exp_avg.0 [64] or step.0 []"
-    way = "Load what state() gave on the same rank of the same mesh, with the same stage and bucket_elements"
+    way = "Load what state() gave on the same rank of the same mesh, with the same ZeRO stage, bucket_elements and frozen parameters"
     given = [*(f"with {names}" for names in FOREIGN), "without steps_taken, without master.0, without master.1"]
     assert ranks(1, foreign_states) == [[*(f"a state {names}: {rule}. {way}" for names in given), "True"]]
 

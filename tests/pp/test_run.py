@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from pymesh3d.comm.links import Expected
 from pymesh3d.comm.p2p import Links
+from pymesh3d.comm.whole import whole_state_dict
 from pymesh3d.config import SCHEDULES, TrainConfig
 from pymesh3d.engine import parallelize
 from pymesh3d.mesh import init_mesh
@@ -252,6 +254,25 @@ def test_nobody_goes_on_after_a_failed_update(ranks: Ranks) -> None:
     (_, waited), (spoiled, refused) = ranks(2, goes_on_after_a_failed_update, MASKED)
     assert spoiled == "no room" and "rank 1: a step has failed before (no room)" in refused
     assert "with ranks [1] failed" in waited or "a step has failed before" in waited
+
+
+def stages_together(batches: Sequence[Batch]) -> tuple[float, dict[str, torch.Tensor]]:
+    """An evaluation after a step, and the parameters of all stages."""
+    engine = parallelize(Llama(TIED, device="meta"), init_mesh(tp=2, pp=2, device="cpu"), FLOAT64)
+    engine.train_step(share(batches[0], engine))
+    parts: list[dict[str, torch.Tensor]] = [{}] * engine.mesh.layout.world
+    dist.all_gather_object(parts, whole_state_dict(engine.model, engine.mesh))
+    loss = engine.eval_step(share(batches[1], engine))
+    engine.mesh.close()
+    return loss, {name: value for part in parts for name, value in part.items()}
+
+
+def test_the_stages_together_are_the_model(ranks: Ranks) -> None:
+    for loss, state in ranks(4, stages_together, MASKED):
+        model = Llama(TIED, dtype=torch.float64)
+        model.load_state_dict(state)
+        ids, targets = MASKED[1]
+        assert loss == pytest.approx(F.cross_entropy(model(ids).flatten(0, 1), targets.flatten()).item(), rel=1e-12)
 
 
 def frozen_at_first(sizes: dict[str, int], virtual: int, batches: Sequence[Batch]) -> list[float]:
