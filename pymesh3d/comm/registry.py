@@ -6,6 +6,7 @@ Nothing is kept alive by its name: it goes with the layers, and with the mesh, t
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from pymesh3d.errors import ConfigError
@@ -16,6 +17,14 @@ _named: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 def register(name: str, thing: object) -> None:
     """Let `find(name)` return this for as long as somebody else holds it."""
     _named[name] = thing
+
+
+def found_or_made(name: str, make: Callable[[], object]) -> Any:
+    """What is registered under this name, or what `make` returns, which then is."""
+    thing = _named.get(name)
+    if thing is None:
+        thing = _named[name] = make()
+    return thing
 
 
 def find(name: str) -> Any:

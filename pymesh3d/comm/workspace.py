@@ -1,0 +1,87 @@
+"""What products that talk to other ranks share with them: made when it is first needed, and larger when it is too small."""
+
+from __future__ import annotations
+
+import torch
+
+from pymesh3d.axis import Axis
+from pymesh3d.comm.registry import found_or_made
+from pymesh3d.comm.symmetric import SymmetricBuffer
+from pymesh3d.errors import ConfigError
+from pymesh3d.triton_kernels.matmul_reduce_scatter import Slots
+from pymesh3d.triton_kernels.signals import Counters
+
+ALIGNED = 512  # bytes: of each half of the slots
+
+
+class Workspace:
+    """The slots and counters of one op along one axis, on one stream. It is watched: a rank that did not come is an error.
+
+    No call may return or keep its memory, which the next call of the same op writes into.
+    """
+
+    def __init__(self, op: str, axis: Axis, device: torch.device) -> None:
+        self._op, self._axis, self._device = op, axis, device
+        self.counters = Counters.on(device)
+        self._memory: SymmetricBuffer | None = None
+        self._flags: SymmetricBuffer | None = None
+        self._slots: Slots | None = None
+        self._trouble = torch.full((1,), -1, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+    def slots(self, size: int, length: int) -> Slots:
+        """At least so many bytes and flags. All ranks must ask for the same. Raises ConfigError while a CUDA graph is captured."""
+        slots = self._slots
+        if slots is not None and size <= slots.size and length <= slots.length:
+            return slots
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                f"{size:,} bytes for {self._op} while a CUDA graph is captured",
+                "what ranks share is made by all of them at once, which a graph cannot",
+                "Run the step once with these shapes before it is captured",
+            )
+        size, length = (max(size, slots.size), max(length, slots.length)) if slots else (size, length)
+        size = -(-max(size, 1) // ALIGNED) * ALIGNED
+        self._slots = None  # the new memory is made by all ranks together, when none of them uses the old any more
+        self._memory = SymmetricBuffer(2 * size, self._axis, self._device)
+        self._flags = SymmetricBuffer(4 * self._axis.size * length, self._axis, self._device)
+        self.counters.calls.zero_()
+        self._slots = Slots(self._memory.addresses, self._flags.addresses, size, length)
+        return self._slots
+
+    def part(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """What begins this rank's slots."""
+        assert self._memory is not None, "there are no slots yet"
+        return self._memory.part(self._axis.rank, shape, dtype)
+
+    def check(self) -> None:
+        """Raise RuntimeError that names the rank for which a call has waited in vain."""
+        missing = self.counters.missing()
+        if missing is not None:
+            rank, tile = missing
+            raise RuntimeError(f"rank {self._axis.ranks[rank]} did not send tile {tile} of {self._op} within the time limit")
+
+    def abort(self, seconds: float) -> bool:
+        """End all waits, of which each looks at this number. A copy needs no room on a GPU that is full of those that wait."""
+        if self._device.type == "cuda":
+            with torch.cuda.stream(torch.cuda.Stream(self._device)):
+                self.counters.trouble.copy_(self._trouble, non_blocking=True)
+        else:
+            self.counters.trouble.copy_(self._trouble)
+        return True
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._slots = self._memory = self._flags = None
+
+
+def workspace(op: str, axis: Axis, device: torch.device) -> Workspace:
+    """That of an op along an axis, on the current stream. It goes with the mesh."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+    def make() -> Workspace:
+        made = Workspace(op, axis, device)
+        axis.watched.insert(0, made)  # which keeps it
+        return made
+
+    one: Workspace = found_or_made(f"{op} over {axis.key} on stream {stream}", make)
+    return one

@@ -1,0 +1,105 @@
+"""What ops share with other ranks: one for each op, axis and stream; it grows, names who is missing, and ends with the mesh."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pymesh3d.comm.watch import wait_until
+from pymesh3d.comm.workspace import Workspace, workspace
+from pymesh3d.errors import ConfigError
+from pymesh3d.mesh import Mesh, init_mesh
+from pymesh3d.triton_kernels.matmul_reduce_scatter import launch, needed
+from tests.kernels import needs_kernels, noise
+from tests.products import SMALL
+
+Ranks = Callable[..., list[Any]]
+
+
+def summed(mesh: Mesh, rows: int, cols: int, patience: float = 30.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product of all ranks, this rank's rows: by the kernel in its workspace, and by torch."""
+    axis = mesh.tp
+    share = workspace("op", axis, mesh.device)
+    a = [noise(rows * axis.size, 8, dtype=torch.float64, seed=rank) for rank in range(axis.size)]
+    b = [noise(cols, 8, dtype=torch.float64, seed=9 + rank) for rank in range(axis.size)]
+    slots = share.slots(*needed(axis.size, rows, cols, torch.float64, SMALL))
+    found = launch(a[axis.rank], b[axis.rank], axis.rank, slots, share.counters, tiles=SMALL, patience=patience)
+    expected = torch.stack([x @ y.t() for x, y in zip(a, b, strict=True)]).sum(0).chunk(axis.size)[axis.rank]
+    return found, expected
+
+
+def grows() -> bool:
+    mesh = init_mesh(tp=2, dp=-1, device="cpu")
+    share, other = workspace("op", mesh.tp, mesh.device), workspace("another op", mesh.tp, mesh.device)
+    assert share is workspace("op", mesh.tp, mesh.device) is not other and share in mesh.watched
+    sizes = []
+    for rows, cols in ((4, 4), (4, 4), (40, 30), (8, 8)):
+        found, expected = summed(mesh, rows, cols)
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-12)
+        slots = share.slots(1, 1)
+        sizes.append((slots.size, slots.length))
+    share.check()
+    assert share.part((2,), torch.float64).shape == (2,)
+    mesh.close()
+    with pytest.raises(ConfigError, match="of a closed mesh"):
+        workspace("op", mesh.tp, mesh.device).slots(8, 1)
+    return sizes[0] == sizes[1] < sizes[2] == sizes[3] and sizes[0][0] % 512 == 0
+
+
+@needs_kernels
+def test_it_grows_and_is_shared(ranks: Ranks) -> None:
+    assert ranks(4, grows) == [True] * 4
+
+
+def without_the_last() -> str:
+    """What the first of two ranks is told where the other makes one call less."""
+    mesh = init_mesh(tp=2, device="cpu")
+    summed(mesh, 4, 4)
+    text = ""
+    if mesh.rank == 0:
+        summed(mesh, 4, 4, patience=0.3)
+        with pytest.raises(RuntimeError) as caught:
+            wait_until(lambda: True, mesh.watched, 1.0)
+        text = str(caught.value)
+    dist.barrier()
+    mesh.close()
+    return text
+
+
+@needs_kernels
+def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
+    assert ranks(2, without_the_last) == ["rank 1 did not send tile 0 of op within the time limit", ""]
+
+
+def given_up() -> float:
+    """Seconds that a call of rank 0 alone takes whose workspace is told to give up."""
+    mesh = init_mesh(tp=2, device="cpu")
+    summed(mesh, 4, 4)
+    began = time.monotonic()
+    if mesh.rank == 0:
+        threading.Timer(0.3, lambda: workspace("op", mesh.tp, mesh.device).abort(1.0)).start()
+        summed(mesh, 4, 4, patience=60.0)
+    seconds = time.monotonic() - began
+    dist.barrier()
+    mesh.close()
+    return seconds
+
+
+@needs_kernels
+def test_giving_up_ends_a_wait(ranks: Ranks) -> None:
+    first, _ = ranks(2, given_up)
+    assert 0.3 <= first < 20.0
+
+
+def test_nothing_grows_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = Workspace.__new__(Workspace)
+    share._op, share._device, share._slots = "op", torch.device("cuda"), None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ConfigError, match=r"1,024 bytes for op while a CUDA graph is captured: .* Run the step once"):
+        share.slots(1024, 1)
