@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from pymesh3d.axis import Axis
 from pymesh3d.comm.collectives import Pending, all_gather, all_reduce_, reduce_scatter
 from pymesh3d.ops.accumulate import add_grad, add_weight_grad
+from pymesh3d.ops.fused import fused, gathered_product, reduced_product, scattered_product
 
 Buffers = tuple[torch.Tensor | None, torch.Tensor | None]
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # of x, weight, bias
@@ -40,6 +41,9 @@ def _sum_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def column_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: Axis, sequence_parallel: bool) -> torch.Tensor:
     """y[..., T, N/ranks] = x[..., T, K] weight[N/ranks, K]^T + bias."""
+    if sequence_parallel and fused(x, axis):
+        y = gathered_product(x, weight, axis)[0].movedim(0, -2)
+        return y if bias is None else y + bias
     if sequence_parallel:
         x = gather_tokens(x, axis).wait().movedim(0, -2)
     return F.linear(x, weight, bias)
@@ -55,10 +59,12 @@ def column_backward(
     sequence_parallel: bool,
     needs: Sequence[bool],
 ) -> Gradients:
-    """The gather of x runs under the product for grad_x, whose reduction runs under the product for the weight."""
+    """The gather of x runs under the product for grad_x, whose reduction runs under the product for the weight, if not in one kernel."""
     gathered = gather_tokens(x, axis) if sequence_parallel and needs[1] else None
     grad_x = pending = None
-    if needs[0]:
+    if needs[0] and fused(grad_y, axis):
+        grad_x = (scattered_product if sequence_parallel else reduced_product)(grad_y, weight.t(), axis)
+    elif needs[0]:
         grad_x = grad_y.matmul(weight)
         pending = reduce_scatter(grad_x.movedim(-2, 0), axis) if sequence_parallel else all_reduce_(grad_x, axis)
     grad_weight = grad_bias = None
@@ -76,8 +82,11 @@ def column_backward(
 
 def row_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: Axis, sequence_parallel: bool) -> torch.Tensor:
     """y[..., T, N] = sum over ranks of x[..., T, K/ranks] weight[N, K/ranks]^T, plus bias."""
-    y = F.linear(x, weight)
-    y = scatter_tokens(y, axis) if sequence_parallel else all_reduce_(y, axis).wait()
+    if fused(x, axis):
+        y = (scattered_product if sequence_parallel else reduced_product)(x, weight, axis)
+    else:
+        y = F.linear(x, weight)
+        y = scatter_tokens(y, axis) if sequence_parallel else all_reduce_(y, axis).wait()
     return y if bias is None else y + bias
 
 
@@ -92,13 +101,17 @@ def row_backward(
     needs: Sequence[bool],
 ) -> Gradients:
     """The gathered gradient serves both products."""
-    gathered = gather_tokens(grad_y, axis) if sequence_parallel else None
-    grad_bias = None
+    in_one = sequence_parallel and needs[0] and fused(grad_y, axis)
+    gathered = gather_tokens(grad_y, axis) if sequence_parallel and not in_one else None
+    grad_x = grad_bias = None
     if bias is not None and needs[2]:
         grad_bias = add_grad(buffers[1], _sum_rows(grad_y, bias.dtype), bias.dtype)
-    if gathered is not None:
+    if in_one:
+        grad_x, grad_y = (rows.movedim(0, -2) for rows in gathered_product(grad_y, weight.t(), axis))
+    elif gathered is not None:
         grad_y = gathered.wait().movedim(0, -2)
-    grad_x = grad_y.matmul(weight) if needs[0] else None
+    if needs[0] and not in_one:
+        grad_x = grad_y.matmul(weight)
     grad_weight = add_weight_grad(buffers[0], _rows(grad_y), _rows(x)) if needs[1] else None
     return grad_x, grad_weight, grad_bias
 

@@ -10,10 +10,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from pymesh3d.comm.workspace import workspace
 from pymesh3d.errors import ConfigError
 from pymesh3d.mesh import Mesh, init_mesh
+from pymesh3d.ops import fused
+from pymesh3d.ops.fused import VARIABLE
 from pymesh3d.placement import Part
 from pymesh3d.tp.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from tests.kernels import needs_kernels
 from tests.plain import assert_near
 
 Ranks = Callable[..., list[Any]]
@@ -137,6 +141,23 @@ def every_form() -> None:
     empty(torch.zeros(0, K)).sum().backward()
     assert not empty.weight.grad.any()
     mesh.close()
+
+
+def every_form_in_one_kernel() -> None:
+    """And the kernels have run: they leave workspaces behind."""
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, "plain")
+        patch.setattr(fused, "workspace", lambda op, *rest: made.append(op) or workspace(op, *rest))
+        every_form()
+    assert set(made) == {"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"}
+
+
+@needs_kernels
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world", [2, 3])
+def test_layers_in_one_kernel_agree_with_torch(ranks: Ranks, world: int) -> None:
+    ranks(world, every_form_in_one_kernel, timeout=250.0)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
