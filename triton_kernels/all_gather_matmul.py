@@ -54,7 +54,7 @@ def all_gather_matmul_kernel(  # type: ignore[no-untyped-def]
     across = tl.cdiv(depth, BLOCK_N)
     mine = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
     if RANKS > 1:
-        piece = take_job(calls, 0)
+        piece = take_job(calls, 1)
         if piece == 0:
             for other in range(RANKS):
                 if other != rank:
@@ -76,10 +76,10 @@ def all_gather_matmul_kernel(  # type: ignore[no-untyped-def]
                 for other in range(RANKS):
                     if other != rank:
                         signal(tl.load(flags + other).to(tl.pointer_type(tl.int32)) + rank * length + 1 + run, call)
-            piece = take_job(calls, 0)
+            piece = take_job(calls, 1)
     tiles = tl.cdiv(share, BLOCK_M) * tl.cdiv(cols, BLOCK_N)
     here = tl.load(memory + rank).to(tl.pointer_type(a.dtype.element_ty))
-    number = take_job(calls, 1)
+    number = take_job(calls, 0)
     while number < tiles * RANKS:
         source = (rank + number // tiles) % RANKS
         row, col = place_of(number % tiles, share, cols, BLOCK_M, BLOCK_N, GROUP)
@@ -90,7 +90,7 @@ def all_gather_matmul_kernel(  # type: ignore[no-untyped-def]
             first, stride = here + source * share * depth, depth
         tile = product(first, b, row, col, share, cols, depth, stride, stride_b, BLOCK_M, BLOCK_N, BLOCK_K)
         put(tile, y + source * share * cols, row, col, share, cols, cols)
-        number = take_job(calls, 1)
+        number = take_job(calls, 0)
     end_of_program(calls, call)
 
 

@@ -20,6 +20,8 @@ from .matmul_hopper import (
     fence_accelerator,
     load_columns,
     multiply_tiles,
+    next_job,
+    offer_job,
     programs,
     shared,
     stores_have_arrived,
@@ -28,7 +30,7 @@ from .matmul_hopper import (
     weights,
 )
 from .matmul_reduce_scatter import Slots
-from .signals import PATIENCE, Counters, end_of_program, missing_word, signal, wait
+from .signals import PATIENCE, Counters, end_of_program, missing_word, signal, take_job, wait
 
 
 @gluon_jit
@@ -36,13 +38,14 @@ def give_rows(  # type: ignore[no-untyped-def]
     a, ranks, flags, piece, come, ended, calls, trouble, told, rank, rows, depth, length, width, patience,
     RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """Copy this program's strips of this rank's rows into the slots of all `ranks`: `width` blocks [HALF, BLOCK_K] each."""
+    """Copy one strip after the other of this rank's rows into the slots of all `ranks`: `width` blocks [HALF, BLOCK_K] each."""
     call = gl.load(calls) + 1
     runs = gl.cdiv(rows, 2 * HALF)
     blocks = gl.cdiv(depth, BLOCK_K)
     across = gl.cdiv(blocks, width)
     mine = gl.load(flags + rank).to(gl.pointer_type(gl.int32))
-    if gl.program_id(0) == 0:
+    strip = take_job(calls, 1)
+    if strip == 0:
         for following in gl.static_range(1, RANKS):
             signal(gl.load(flags + (rank + following) % RANKS).to(gl.pointer_type(gl.int32)) + rank * length, call)
     for following in gl.static_range(1, RANKS):
@@ -51,7 +54,7 @@ def give_rows(  # type: ignore[no-untyped-def]
     fence_accelerator()
     counts = mine + rank * length + 1
     come_so_far = 0
-    for strip in range(gl.program_id(0), runs * 2 * across, gl.num_programs(0)):
+    while strip < runs * 2 * across:
         run = strip // (2 * across)
         half = strip // across % 2
         first = strip % across * width
@@ -75,12 +78,14 @@ def give_rows(  # type: ignore[no-untyped-def]
             gl.store(counts + run, 0)
             for following in gl.static_range(1, RANKS):
                 signal(gl.load(flags + (rank + following) % RANKS).to(gl.pointer_type(gl.int32)) + rank * length + 1 + run, call)
+        strip = take_job(calls, 1)
     hopper.mbarrier.arrive(ended)
 
 
 @gluon_jit
 def load_gathered_tiles(  # type: ignore[no-untyped-def]
-    a, b, here, flags, uppers, lowers, columns, full, empty, calls, trouble, told, rank, rows, cols, depth, length, patience,
+    a, b, here, flags, uppers, lowers, columns, full, empty, jobs, offered, read, calls, trouble, told, rank, rows, cols, depth, length,
+    patience,
     TURNED: gl.constexpr, RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
@@ -89,7 +94,9 @@ def load_gathered_tiles(  # type: ignore[no-untyped-def]
     tiles = gl.cdiv(rows, 2 * HALF) * gl.cdiv(cols, BLOCK_N)
     mine = gl.load(flags + rank).to(gl.pointer_type(gl.int32))
     loaded = 0
-    for number in range(gl.program_id(0), tiles * RANKS, gl.num_programs(0)):
+    count = 0
+    number = offer_job(jobs, offered, read, count, calls, True)
+    while number < tiles * RANKS:
         source = (rank + number // tiles) % RANKS
         row, col = place_of(number % tiles, rows, cols, 2 * HALF, BLOCK_N, GROUP)
         run = row // (2 * HALF)
@@ -109,18 +116,21 @@ def load_gathered_tiles(  # type: ignore[no-untyped-def]
                 load_tile(here, [source * rows + row + HALF, start], full.index(stage), lowers.index(stage))
             load_columns(b, col, start, full.index(stage), columns.index(stage), TURNED)
             loaded += 1
+        count += 1
+        number = offer_job(jobs, offered, read, count, calls, True)
 
 
 @gluon_jit
 def store_gathered_tiles(  # type: ignore[no-untyped-def]
-    y, upper, lower, free, ready, ended, calls, rank, rows, cols,
+    y, upper, lower, jobs, offered, read, free, ready, ended, calls, rank, rows, cols,
     RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Store this program's tiles at their places in y."""
     call = gl.load(calls) + 1
     tiles = gl.cdiv(rows, 2 * HALF) * gl.cdiv(cols, BLOCK_N)
     stored = 0
-    for number in range(gl.program_id(0), tiles * RANKS, gl.num_programs(0)):
+    number = next_job(jobs, offered, read, stored, 1)
+    while number < tiles * RANKS:
         row, col = place_of(number % tiles, rows, cols, 2 * HALF, BLOCK_N, GROUP)
         row = gl.minimum(row, rows - 2 * HALF) + (rank + number // tiles) % RANKS * rows
         hopper.mbarrier.wait(ready, stored & 1)
@@ -129,6 +139,7 @@ def store_gathered_tiles(  # type: ignore[no-untyped-def]
         hopper.tma.store_wait(0)
         hopper.mbarrier.arrive(free)
         stored += 1
+        number = next_job(jobs, offered, read, stored, 1)
     hopper.mbarrier.wait(ended, 0)  # what copies has read the number of calls too
     end_of_program(calls, call)
 
@@ -144,9 +155,11 @@ def all_gather_matmul_kernel(  # type: ignore[no-untyped-def]
     RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     TURNED: gl.constexpr, SECOND: gl.constexpr, LOADS: gl.constexpr, STORES: gl.constexpr,
 ):  # fmt: skip
-    """A program copies every so many-th strip and computes every so many-th tile, those of this rank's rows first."""
+    """A program copies one strip after the other, and computes one tile after the other, those of this rank's rows first."""
     ranks = (here, other_1, other_2, other_3, other_4, other_5, other_6, other_7)  # one by one: triton 3.6 starts no kernel with a tuple
-    uppers, lowers, columns, upper, lower, full, empty, free, ready, come, taken = shared(a, b, y, HALF, BLOCK_N, BLOCK_K, STAGES)
+    uppers, lowers, columns, upper, lower, full, empty, jobs, offered, read, free, ready, come, taken = shared(
+        a, b, y, HALF, BLOCK_N, BLOCK_K, STAGES
+    )
     piece = gl.allocate_shared_memory(a.dtype, [2, HALF, BLOCK_K], a.layout)
     copies = gl.allocate_shared_memory(gl.int64, [3, 1], hopper.mbarrier.MBarrierLayout())
     for barrier in gl.static_range(3):
@@ -154,13 +167,14 @@ def all_gather_matmul_kernel(  # type: ignore[no-untyped-def]
     hopper.fence_async_shared()
     gl.warp_specialize(
         [
-            (multiply_tiles, (uppers, columns, upper, full, empty, free, ready, come, taken, rank, 0, rows, cols, depth,
-                              TURNED, False, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES)),
-            (multiply_tiles, (lowers, columns, lower, full, empty, free, ready, come, taken, rank, 0, rows, cols, depth,
-                              TURNED, False, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES)),
-            (load_gathered_tiles, (a, b, here, flags, uppers, lowers, columns, full, empty, calls, trouble, told, rank, rows, cols, depth,
-                                   length, patience, TURNED, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES, GROUP)),
-            (store_gathered_tiles, (y, upper, lower, free, ready, copies.index(2), calls, rank, rows, cols, RANKS, HALF, BLOCK_N, GROUP)),
+            (multiply_tiles, (uppers, columns, upper, full, empty, jobs, offered, read, free, ready, come, taken, rank, 0, rows, cols,
+                              depth, TURNED, False, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES)),
+            (multiply_tiles, (lowers, columns, lower, full, empty, jobs, offered, read, free, ready, come, taken, rank, 0, rows, cols,
+                              depth, TURNED, False, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES)),
+            (load_gathered_tiles, (a, b, here, flags, uppers, lowers, columns, full, empty, jobs, offered, read, calls, trouble, told,
+                                   rank, rows, cols, depth, length, patience, TURNED, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES, GROUP)),
+            (store_gathered_tiles, (y, upper, lower, jobs, offered, read, free, ready, copies.index(2), calls, rank, rows, cols,
+                                    RANKS, HALF, BLOCK_N, GROUP)),
             (give_rows, (a, ranks, flags, piece, copies, copies.index(2), calls, trouble, told, rank, rows, depth, length, width, patience,
                          RANKS, HALF, BLOCK_K)),
         ],
@@ -197,6 +211,6 @@ def launch(
         descriptor(a, tiles.half, tiles.k), weights(b, tiles), descriptor(y, tiles.half, tiles.n),
         memory[rank], *(memory[(rank + turn) % ranks] if turn < ranks else None for turn in range(1, 8)), slots.flags, *counters, rank,
         rows, cols, depth, slots.length, width, int(patience * 1e9), TURNED=turned(b), RANKS=ranks,
-        SECOND=REGISTERS[0], LOADS=REGISTERS[1], STORES=REGISTERS[2], launch_cooperative_grid=True, **tiles.options(),
+        SECOND=REGISTERS[0], LOADS=REGISTERS[1], STORES=REGISTERS[2], **tiles.options(),
     )  # fmt: skip
     return y

@@ -3,7 +3,7 @@
 A program has four parts that run side by side. One warp loads, by the tensor memory accelerator, into a ring of stages in shared memory;
 two groups of four warps multiply, each the upper or the lower half of a tile; one warp stores what they leave in shared memory. So the next
 tile's operands are loaded, and its products begin, while a tile is stored. Between two parts stand barriers in shared memory, whose phase
-is the parity of how often they have been passed.
+is the parity of how often they have been passed. What loads also says which tile is next.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from .backend import TensorDescriptor, gl, gluon_jit, hopper, load_tile, store_tile, tl
 from .matmul import GROUP, place_of
+from .signals import take_job
 
 REGISTERS = (240, 24, 24)  # of a thread in the second group that multiplies, and in the warps that load and store
 
@@ -49,6 +50,29 @@ def fence_accelerator():  # type: ignore[no-untyped-def]
 
 
 @gluon_jit
+def offer_job(jobs, offered, read, count, calls, QUEUED: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The number of this program's next job, after `count` others, which all parts are told."""
+    number = take_job(calls, 0) if QUEUED else gl.program_id(0) + count * gl.num_programs(0)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    hopper.mbarrier.wait(read.index(count % 2), count // 2 & 1 ^ 1)
+    jobs.index(count % 2).store(gl.full([1], number, gl.int32, layout))
+    tl.debug_barrier()
+    hopper.mbarrier.arrive(offered.index(count % 2))
+    return number
+
+
+@gluon_jit
+def next_job(jobs, offered, read, count, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The number that a part which has done `count` jobs is told next."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    hopper.mbarrier.wait(offered.index(count % 2), count // 2 & 1)
+    number = gl.max(jobs.index(count % 2).load(layout), 0)
+    tl.debug_barrier()
+    hopper.mbarrier.arrive(read.index(count % 2))
+    return number
+
+
+@gluon_jit
 def load_columns(b, col, start, full, columns, TURNED: gl.constexpr):  # type: ignore[no-untyped-def]
     """Load a block of b [N, K], or where it is kept TURNED of [K, N]."""
     if TURNED:
@@ -59,14 +83,16 @@ def load_columns(b, col, start, full, columns, TURNED: gl.constexpr):  # type: i
 
 @gluon_jit
 def load_tiles(  # type: ignore[no-untyped-def]
-    a, b, uppers, lowers, columns, full, empty, rank, first, rows, cols, depth,
-    TURNED: gl.constexpr, RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
+    a, b, uppers, lowers, columns, full, empty, jobs, offered, read, calls, rank, first, rows, cols, depth,
+    QUEUED: gl.constexpr, TURNED: gl.constexpr, RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring with the operands of this program's tiles: of the rows of rank + first, rank + first + 1, ..."""
     tiles = gl.cdiv(rows, 2 * HALF) * gl.cdiv(cols, BLOCK_N)
     loaded = 0
-    for number in range(gl.program_id(0), tiles * RANKS, gl.num_programs(0)):
+    count = 0
+    number = offer_job(jobs, offered, read, count, calls, QUEUED)
+    while number < tiles * RANKS:
         row, col = place_of(number % tiles, rows, cols, 2 * HALF, BLOCK_N, GROUP)
         row += (rank + first + number // tiles) % RANKS * rows
         for start in range(0, depth, BLOCK_K):
@@ -77,11 +103,13 @@ def load_tiles(  # type: ignore[no-untyped-def]
             load_tile(a, [row + HALF, start], full.index(stage), lowers.index(stage))
             load_columns(b, col, start, full.index(stage), columns.index(stage), TURNED)
             loaded += 1
+        count += 1
+        number = offer_job(jobs, offered, read, count, calls, QUEUED)
 
 
 @gluon_jit
 def multiply_tiles(  # type: ignore[no-untyped-def]
-    halves, columns, result, full, empty, free, ready, come, taken, rank, first, rows, cols, depth,
+    halves, columns, result, full, empty, jobs, offered, read, free, ready, come, taken, rank, first, rows, cols, depth,
     TURNED: gl.constexpr, ADD: gl.constexpr, RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -93,7 +121,8 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
     used = 0
     left = 0
     added = 0
-    for number in range(gl.program_id(0), tiles * RANKS, gl.num_programs(0)):
+    number = next_job(jobs, offered, read, left, 4)
+    while number < tiles * RANKS:
         sums = gl.zeros((HALF, BLOCK_N), gl.float32, layout)
         for start in range(0, depth, BLOCK_K):
             stage = used % STAGES
@@ -120,15 +149,17 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
         tl.debug_barrier()
         hopper.mbarrier.arrive(ready)
         left += 1
+        number = next_job(jobs, offered, read, left, 4)
 
 
 @gluon_jit
 def store_tiles(  # type: ignore[no-untyped-def]
-    y, upper, lower, free, ready, rows, cols, HALF: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr,
+    y, upper, lower, jobs, offered, read, free, ready, rows, cols, HALF: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Store this program's tiles at their places in y."""
     stored = 0
-    for number in range(gl.program_id(0), gl.cdiv(rows, 2 * HALF) * gl.cdiv(cols, BLOCK_N), gl.num_programs(0)):
+    number = next_job(jobs, offered, read, stored, 1)
+    while number < gl.cdiv(rows, 2 * HALF) * gl.cdiv(cols, BLOCK_N):
         row, col = place_of(number, rows, cols, 2 * HALF, BLOCK_N, GROUP)
         hopper.mbarrier.wait(ready, stored & 1)
         store_tile(y, [row, col], upper)
@@ -136,13 +167,16 @@ def store_tiles(  # type: ignore[no-untyped-def]
         hopper.tma.store_wait(0)
         hopper.mbarrier.arrive(free)
         stored += 1
+        number = next_job(jobs, offered, read, stored, 1)
 
 
 @gluon_jit
 def shared(  # type: ignore[no-untyped-def]
     a, b, y, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The ring, the halves of a tile of the result, and the barriers: full, empty; free, ready; come, taken."""
+    """The ring, the halves of a tile of the result, and barriers: full, empty; what jobs are told by: jobs, offered, read; barriers: free,
+    ready; come, taken.
+    """
     uppers = gl.allocate_shared_memory(a.dtype, [STAGES, HALF, BLOCK_K], a.layout)
     lowers = gl.allocate_shared_memory(a.dtype, [STAGES, HALF, BLOCK_K], a.layout)
     columns = gl.allocate_shared_memory(b.dtype, [STAGES, b.block_shape[0], b.block_shape[1]], b.layout)
@@ -153,13 +187,20 @@ def shared(  # type: ignore[no-untyped-def]
     for stage in gl.static_range(STAGES):
         hopper.mbarrier.init(full.index(stage), count=1)
         hopper.mbarrier.init(empty.index(stage), count=2)
+    jobs = gl.allocate_shared_memory(gl.int32, [2, 1], hopper.mbarrier.MBarrierLayout())
+    offered = gl.allocate_shared_memory(gl.int64, [2, 1], hopper.mbarrier.MBarrierLayout())
+    read = gl.allocate_shared_memory(gl.int64, [2, 1], hopper.mbarrier.MBarrierLayout())
+    for slot in gl.static_range(2):
+        hopper.mbarrier.init(offered.index(slot), count=1)
+        hopper.mbarrier.init(read.index(slot), count=3)
     turns = gl.allocate_shared_memory(gl.int64, [4, 1], hopper.mbarrier.MBarrierLayout())
     hopper.mbarrier.init(turns.index(0), count=1)
     hopper.mbarrier.init(turns.index(1), count=2)
     hopper.mbarrier.init(turns.index(2), count=1)
     hopper.mbarrier.init(turns.index(3), count=2)
     hopper.fence_async_shared()
-    return uppers, lowers, columns, upper, lower, full, empty, turns.index(0), turns.index(1), turns.index(2), turns.index(3)
+    free, ready, come, taken = turns.index(0), turns.index(1), turns.index(2), turns.index(3)
+    return uppers, lowers, columns, upper, lower, full, empty, jobs, offered, read, free, ready, come, taken
 
 
 @gluon_jit
@@ -169,16 +210,18 @@ def matmul_kernel(  # type: ignore[no-untyped-def]
     TURNED: gl.constexpr, SECOND: gl.constexpr, LOADS: gl.constexpr, STORES: gl.constexpr,
 ):  # fmt: skip
     """A program does every so many-th tile. a, b, y are descriptors."""
-    uppers, lowers, columns, upper, lower, full, empty, free, ready, come, taken = shared(a, b, y, HALF, BLOCK_N, BLOCK_K, STAGES)
+    uppers, lowers, columns, upper, lower, full, empty, jobs, offered, read, free, ready, come, taken = shared(
+        a, b, y, HALF, BLOCK_N, BLOCK_K, STAGES
+    )
     gl.warp_specialize(
         [
-            (multiply_tiles, (uppers, columns, upper, full, empty, free, ready, come, taken, 0, 0, rows, cols, depth,
+            (multiply_tiles, (uppers, columns, upper, full, empty, jobs, offered, read, free, ready, come, taken, 0, 0, rows, cols, depth,
                               TURNED, False, 1, HALF, BLOCK_N, BLOCK_K, STAGES)),
-            (multiply_tiles, (lowers, columns, lower, full, empty, free, ready, come, taken, 0, 0, rows, cols, depth,
+            (multiply_tiles, (lowers, columns, lower, full, empty, jobs, offered, read, free, ready, come, taken, 0, 0, rows, cols, depth,
                               TURNED, False, 1, HALF, BLOCK_N, BLOCK_K, STAGES)),
-            (load_tiles, (a, b, uppers, lowers, columns, full, empty, 0, 0, rows, cols, depth,
-                          TURNED, 1, HALF, BLOCK_N, BLOCK_K, STAGES, GROUP)),
-            (store_tiles, (y, upper, lower, free, ready, rows, cols, HALF, BLOCK_N, GROUP)),
+            (load_tiles, (a, b, uppers, lowers, columns, full, empty, jobs, offered, read, 0, 0, 0, rows, cols, depth,
+                          False, TURNED, 1, HALF, BLOCK_N, BLOCK_K, STAGES, GROUP)),
+            (store_tiles, (y, upper, lower, jobs, offered, read, free, ready, rows, cols, HALF, BLOCK_N, GROUP)),
         ],
         [4, 1, 1],
         [SECOND, LOADS, STORES],

@@ -20,6 +20,7 @@ from .matmul_hopper import (
     fence_accelerator,
     load_tiles,
     multiply_tiles,
+    next_job,
     programs,
     shared,
     stores_have_arrived,
@@ -33,7 +34,8 @@ from .signals import PATIENCE, Counters, end_of_program, missing_word, signal, w
 
 @gluon_jit
 def exchange_tiles(  # type: ignore[no-untyped-def]
-    y, here, others, flags, upper, lower, free, ready, come, taken, calls, trouble, told, rank, rows, cols, slot_rows, length, patience,
+    y, here, others, flags, upper, lower, jobs, offered, read, free, ready, come, taken, calls, trouble, told, rank, rows, cols,
+    slot_rows, length, patience,
     RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Give away this program's tiles of the other ranks' rows; add up those of this rank's, and store them in y."""
@@ -43,7 +45,8 @@ def exchange_tiles(  # type: ignore[no-untyped-def]
     mine = gl.load(flags + rank).to(gl.pointer_type(gl.int32))
     done = 0
     again = 0
-    for number in range(gl.program_id(0), tiles * RANKS, gl.num_programs(0)):
+    number = next_job(jobs, offered, read, done, 1)
+    while number < tiles * RANKS:
         turn = number // tiles
         tile = number % tiles
         owner = (rank + 1 + turn) % RANKS
@@ -76,6 +79,7 @@ def exchange_tiles(  # type: ignore[no-untyped-def]
             stores_have_arrived()
             signal(gl.load(flags + owner).to(gl.pointer_type(gl.int32)) + rank * length + tile, call)
         done += 1
+        number = next_job(jobs, offered, read, done, 1)
     end_of_program(calls, call)
 
 
@@ -90,19 +94,21 @@ def matmul_reduce_scatter_kernel(  # type: ignore[no-untyped-def]
     RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     TURNED: gl.constexpr, SECOND: gl.constexpr, LOADS: gl.constexpr, STORES: gl.constexpr,
 ):  # fmt: skip
-    """A program does every so many-th tile of all ranks' results, this rank's last."""
+    """A program does one tile of all ranks' results after the other, this rank's last: those wait."""
     others = (other_1, other_2, other_3, other_4, other_5, other_6, other_7)  # one by one: triton 3.6 starts no kernel with a tuple of them
-    uppers, lowers, columns, upper, lower, full, empty, free, ready, come, taken = shared(a, b, y, HALF, BLOCK_N, BLOCK_K, STAGES)
+    uppers, lowers, columns, upper, lower, full, empty, jobs, offered, read, free, ready, come, taken = shared(
+        a, b, y, HALF, BLOCK_N, BLOCK_K, STAGES
+    )
     gl.warp_specialize(
         [
-            (multiply_tiles, (uppers, columns, upper, full, empty, free, ready, come, taken, rank, 1, rows, cols, depth,
-                              TURNED, True, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES)),
-            (multiply_tiles, (lowers, columns, lower, full, empty, free, ready, come, taken, rank, 1, rows, cols, depth,
-                              TURNED, True, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES)),
-            (load_tiles, (a, b, uppers, lowers, columns, full, empty, rank, 1, rows, cols, depth,
-                          TURNED, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES, GROUP)),
-            (exchange_tiles, (y, here, others, flags, upper, lower, free, ready, come, taken, calls, trouble, told, rank, rows, cols,
-                              slot_rows, length, patience, RANKS, HALF, BLOCK_N, GROUP)),
+            (multiply_tiles, (uppers, columns, upper, full, empty, jobs, offered, read, free, ready, come, taken, rank, 1, rows, cols,
+                              depth, TURNED, True, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES)),
+            (multiply_tiles, (lowers, columns, lower, full, empty, jobs, offered, read, free, ready, come, taken, rank, 1, rows, cols,
+                              depth, TURNED, True, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES)),
+            (load_tiles, (a, b, uppers, lowers, columns, full, empty, jobs, offered, read, calls, rank, 1, rows, cols, depth,
+                          True, TURNED, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES, GROUP)),
+            (exchange_tiles, (y, here, others, flags, upper, lower, jobs, offered, read, free, ready, come, taken, calls,
+                              trouble, told, rank, rows, cols, slot_rows, length, patience, RANKS, HALF, BLOCK_N, GROUP)),
         ],
         [4, 1, 1],
         [SECOND, LOADS, STORES],
@@ -137,6 +143,6 @@ def launch(
         descriptor(a, tiles.half, tiles.k), weights(b, tiles), descriptor(y, tiles.half, tiles.n),
         memory[rank], *(memory[(rank + turn) % ranks] if turn < ranks else None for turn in range(1, 8)), slots.flags, *counters, rank,
         rows, cols, a.shape[1], slots.size // tiles.n // 2, slots.length, int(patience * 1e9), TURNED=turned(b), RANKS=ranks,
-        SECOND=REGISTERS[0], LOADS=REGISTERS[1], STORES=REGISTERS[2], launch_cooperative_grid=True, **tiles.options(),
+        SECOND=REGISTERS[0], LOADS=REGISTERS[1], STORES=REGISTERS[2], **tiles.options(),
     )  # fmt: skip
     return y
