@@ -13,6 +13,8 @@ from typing import Any
 
 from pymesh3d.errors import ConfigError
 
+PICTURES = (".png", ".svg", ".pdf")  # those that the help names: matplotlib writes more, which nobody has looked at
+
 
 def require_writable(option: str, file: str | None) -> None:
     """Refuse a file that cannot be written, before the work that it is to hold. Raises ConfigError."""
@@ -40,14 +42,13 @@ def require_picture(option: str, file: str | None) -> None:
     """Refuse a picture that cannot be drawn or written, before what it is to show. Raises ConfigError."""
     if file is None or not _first_rank():
         return
+    if Path(file).suffix.lower() not in PICTURES:
+        rule = f"the end of its name picks the format, one of {', '.join(PICTURES)}"
+        raise ConfigError(f"{option} {file}", rule, f"Use {option} picture.png")
     try:
-        from matplotlib.backend_bases import FigureCanvasBase
+        import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"{option} {file}", "drawing needs matplotlib", f"pip install matplotlib, or leave {option} away") from error
-    formats = FigureCanvasBase.get_supported_filetypes()
-    if Path(file).suffix.lstrip(".").lower() not in formats:
-        rule = f"the end of its name picks the format, one of {', '.join(sorted(formats))}"
-        raise ConfigError(f"{option} {file}", rule, f"Use {option} picture.png")
     require_writable(option, file)
 
 

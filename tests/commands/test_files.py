@@ -55,7 +55,10 @@ def test_pictures_that_can_be_drawn(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("a.unknown", "picks the format, one of .*png, .*Use --out picture.png"), ("a", "picks the format"), ("no/a.png", "no such folder")],
+    [
+        *((name, rf"{name}: .* picks the format, one of \.png, \.svg, \.pdf\. Use --out picture\.png") for name in ("a.jpg", "a.ps", "a")),
+        ("no/a.png", "no such folder"),
+    ],
 )
 def test_pictures_that_cannot(tmp_path: Path, name: str, words: str) -> None:
     pytest.importorskip("matplotlib", reason="pictures need matplotlib (pip install matplotlib)")
@@ -64,7 +67,7 @@ def test_pictures_that_cannot(tmp_path: Path, name: str, words: str) -> None:
 
 
 def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"--out a\.png: drawing needs matplotlib\. pip install matplotlib, or leave --out away"):
         require_picture("--out", "a.png")
 
