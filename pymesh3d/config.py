@@ -48,6 +48,19 @@ def require_flag(name: str, value: object) -> None:
         raise ConfigError(f"{name}={value!r}", f"{name} must be true or false", f"Use {name}=False")
 
 
+def require_virtual(schedule: str, virtual_pp: int, pp: int | None = None) -> None:
+    """Refuse numbers of stages a rank that `schedule` is not for, or that `pp` ranks, if that is known, cannot have. Raises ConfigError."""
+    if (virtual_pp > 1) != (schedule == "interleaved"):
+        raise ConfigError(
+            f"schedule={schedule!r}, virtual_pp={virtual_pp}",
+            "the interleaved schedule has several stages a rank, the others one",
+            "Use schedule='interleaved' with virtual_pp=2, or schedule='1f1b' with virtual_pp=1",
+        )
+    if virtual_pp > 1 and pp == 1:
+        instead = "Use pp=2, or schedule='1f1b' with virtual_pp=1"  # not virtual_pp=1 alone, which is refused above
+        raise ConfigError(f"virtual_pp={virtual_pp}, pp=1", "several stages a rank need several ranks", instead)
+
+
 def require_seed(value: object) -> None:
     """Refuse anything but an integer of 64 bits without sign. Raises ConfigError."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**64:
@@ -245,12 +258,7 @@ class TrainConfig:
         for name in ("seq", "global_batch", "micro_batch", "steps", "vocab_multiple", "virtual_pp"):
             require_positive(name, getattr(self, name))
         self._one_of("schedule", SCHEDULES)
-        if (self.virtual_pp > 1) != (self.schedule == "interleaved"):
-            raise ConfigError(
-                f"schedule={self.schedule!r}, virtual_pp={self.virtual_pp}",
-                "the interleaved schedule has several stages a rank, the others one",
-                "Use schedule='interleaved' with virtual_pp=2, or schedule='1f1b' with virtual_pp=1",
-            )
+        require_virtual(self.schedule, self.virtual_pp)
         self._one_of("zero_stage", (0, 1))
         self._one_of("recompute", RECOMPUTE)
         if full_dtype(self.dtype) == "float16":
@@ -308,8 +316,7 @@ def validate(model: ModelConfig, layout: Layout, train: TrainConfig) -> None:
             "tp must divide seq, because each tp rank holds an equal part of the sequence",
             f"Use seq={math.ceil(train.seq / tp) * tp}, or sequence_parallel=False",
         )
-    if train.virtual_pp > 1 and pp == 1:
-        raise ConfigError(f"virtual_pp={train.virtual_pp}, pp=1", "several stages a rank need several ranks", "Use pp=2, or virtual_pp=1")
+    require_virtual(train.schedule, train.virtual_pp, pp)
     if model.layers < pp * train.virtual_pp:
         given = f"layers={model.layers}, pp={pp}" + (f", virtual_pp={train.virtual_pp}" if train.virtual_pp > 1 else "")
         raise ConfigError(given, "each stage needs at least one layer", _fewer_stages(model.layers, pp, train.virtual_pp))

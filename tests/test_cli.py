@@ -142,8 +142,12 @@ REFUSALS = {
     "draw --pp 0": "--pp 0: pp must be a positive integer. Try --pp 1 or more",
     "draw --pp 1000": "--pp 1000 --microbatches 8: a drawing has at most 256 stages, .* Use --pp 16 --microbatches 64",
     "draw --schedule zb": "--schedule zb: there is no schedule of that name. Use one of gpipe, 1f1b, interleaved",
-    "draw --virtual-pp 2": "--schedule 1f1b, --virtual-pp 2: its ranks have one stage each. Use --schedule interleaved, or --virtual-pp 1",
-    "draw --schedule interleaved --virtual-pp 0": "--virtual-pp 0: virtual must be a positive integer. Try --virtual-pp 1 or more",
+    "draw --virtual-pp 2": "--schedule 1f1b, --virtual-pp 2: .* Use --schedule interleaved with --virtual-pp 2, or ",
+    "draw --schedule interleaved --virtual-pp 1": "--schedule interleaved, --virtual-pp 1: the interleaved schedule has several stages "
+    "a rank, the others one. Use --schedule interleaved with --virtual-pp 2, or --schedule 1f1b with --virtual-pp 1",
+    "draw --schedule interleaved --virtual-pp 0": "--schedule interleaved, --virtual-pp 0: .* Use --schedule interleaved with",
+    "draw --schedule interleaved --pp 1": "--virtual-pp 2, --pp 1: several stages a rank need several ranks. "
+    "Use --pp 2, or --schedule 1f1b with --virtual-pp 1",
     "draw --out {tmp}/no/x.png": "--out {tmp}/no/x.png: there is no such folder. mkdir -p {tmp}/no",
     "draw --out {tmp}/x.jpg": "--out {tmp}/x.jpg: the end of its name picks the format, one of .png, .svg, .pdf. Use --out picture.png",
     "draw --json {tmp}/empty.txt/x": "--json {tmp}/empty.txt/x: {tmp}/empty.txt is a file. Give the name of a file in a folder",

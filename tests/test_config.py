@@ -88,8 +88,11 @@ BAD: dict[str, tuple[Callable[[], object], list[str], Callable[[], object]]] = {
     ),
     "stages without ranks": (
         lambda: validate(ModelConfig(), Layout(), TrainConfig(schedule="interleaved", virtual_pp=2)),
-        ["virtual_pp=2", "pp=1", "need several ranks", "Use pp=2, or virtual_pp=1"],
-        lambda: validate(ModelConfig(), Layout(pp=2), TrainConfig(schedule="interleaved", virtual_pp=2)),
+        ["virtual_pp=2", "pp=1", "need several ranks", "Use pp=2, or schedule='1f1b' with virtual_pp=1"],
+        lambda: [
+            validate(ModelConfig(), Layout(pp=2), TrainConfig(schedule="interleaved", virtual_pp=2)),
+            validate(ModelConfig(), Layout(), TrainConfig(schedule="1f1b", virtual_pp=1)),
+        ],
     ),
     "one stage interleaved": (
         lambda: TrainConfig(schedule="interleaved"),

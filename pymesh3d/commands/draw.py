@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from pymesh3d.commands.files import require_picture, write_json, writing
+from pymesh3d.config import require_virtual
 from pymesh3d.errors import ConfigError
 from pymesh3d.schedule import VIRTUAL, Timeline, build, simulate
 from pymesh3d.schedule.draw import LETTERS, caption, legend, save_picture, to_text
@@ -25,6 +26,7 @@ def run(
     """
     require_picture("--out", out)
     virtual = (2 if schedule in VIRTUAL else 1) if virtual_pp is None else virtual_pp
+    require_virtual(schedule, virtual, pp)
     if virtual > len(LETTERS):
         raise ConfigError(f"--virtual-pp {virtual}", f"a drawing has at most {len(LETTERS)} stages of a rank", "Use --virtual-pp 4")
     if pp * virtual > MOST_STAGES or 2 * pp * virtual * microbatches > MOST_BOXES:
