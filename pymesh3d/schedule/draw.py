@@ -46,7 +46,9 @@ def legend(timeline: Timeline, markup: bool = False) -> str:
     boxes = {kind: f"{kind}{label}" if kind == "F" else f"{kind}{label}{FILL[kind] * 2}" for kind in _kinds(timeline)}
     shown = [f"{_coloured(box, kind, markup)} {MEANING[kind]}" for kind, box in boxes.items()]
     stages = f"{_stages(timeline.schedule)}, " if several else ""
-    return f"{', '.join(shown)} of microbatch 0, {stages}blank: idle; {unit(timeline)} to the right"
+    short = min(_lengths(timeline)) * _columns_per_time(timeline) < _longest_label(timeline)
+    without = ", no label: too short for it" if short else ""
+    return f"{', '.join(shown)} of microbatch 0, {stages}blank: idle{without}; {unit(timeline)} to the right"
 
 
 def to_text(timeline: Timeline, width: int = 120, markup: bool = False) -> str:
@@ -54,12 +56,13 @@ def to_text(timeline: Timeline, width: int = 120, markup: bool = False) -> str:
     Where a rank has several stages (26 at most), their letters follow: `F3a`, `F3b`.
 
     A grid wider than `width` columns continues below. With `markup`, boxes carry rich's colour tags.
+    Every box of the shortest length is as wide as the longest label, unless that makes boxes much longer than it too wide.
     """
     names = [f"rank {rank}" for rank in range(timeline.schedule.pp)]
     margin = len(names[-1]) + 2
-    scale = _columns_per_time(timeline)
+    scale, longest = _columns_per_time(timeline), _longest_label(timeline)
     columns = round(timeline.makespan * scale)
-    step = max(width - margin, 16)
+    step = max(width - margin, 16) // longest * longest  # the shortest boxes, which have no room to spare, begin at such columns
     blocks = []
     for low in range(0, columns, step):
         high = min(low + step, columns)
@@ -93,12 +96,24 @@ def _stages(schedule: Schedule) -> str:
     return f"a{'-' if schedule.virtual > 2 else ', '}{LETTERS[schedule.virtual - 1]}: stages of a rank in order"
 
 
+def _lengths(timeline: Timeline) -> list[float]:
+    """How long each box is, without those that take no time; at least one."""
+    spans = [span for rank in range(timeline.schedule.pp) for span in timeline.compute(rank)]
+    return [span.end - span.start for span in spans if span.end > span.start] or [1.0]
+
+
+def _longest_label(timeline: Timeline) -> int:
+    """Its number of characters."""
+    return max(len(_label(timeline.schedule, span.action)) for rank in range(timeline.schedule.pp) for span in timeline.compute(rank))
+
+
 def _columns_per_time(timeline: Timeline) -> float:
-    """The scale at which every box holds its label, as long as the grid stays under 16 columns a box."""
-    boxes = [[span for span in timeline.compute(rank) if span.end > span.start] for rank in range(timeline.schedule.pp)]
-    schedule = timeline.schedule
-    enough = max((len(_label(schedule, span.action)) / (span.end - span.start) for spans in boxes for span in spans), default=1.0)
-    return min(enough, 16 * max(map(len, boxes)) / timeline.makespan) if timeline.makespan > 0 else enough
+    """The scale at which the shortest box just holds the longest label, and so equal boxes have equal whole columns.
+
+    No more than 16 columns a box, on average: a box far shorter than the others would make a grid without end. Idle time does not count.
+    """
+    lengths = _lengths(timeline)
+    return min(_longest_label(timeline) / min(lengths), 16 * len(lengths) / sum(lengths))
 
 
 def _line(timeline: Timeline, rank: int, scale: float, low: int, high: int, markup: bool) -> str:

@@ -41,6 +41,7 @@ def test_the_legend_says_what_is_in_the_grid() -> None:
     timeline = simulate(build("1f1b", 2, 3))
     assert legend(timeline) == "F0 forward, B0== backward of microbatch 0, blank: idle; time (1 = a forward) to the right"
     assert Text.from_markup(legend(timeline, markup=True)).plain == legend(timeline)
+    assert "blank: idle, no label: too short for it; time" in legend(simulate(build("1f1b", 2, 3), Times(f=0.001, b=1)))
     assert "[black on light_goldenrod2]B0==[/] backward" in legend(timeline, markup=True)
     assert legend(simulate(build("1f1b", 2, 3), Times(f=2, b=3))).endswith("blank: idle; time to the right")
 
@@ -58,7 +59,7 @@ def test_boxes_have_room_for_their_labels() -> None:
 
 @pytest.mark.parametrize(("f", "b"), [(1.0, 2.0), (0.003, 0.004), (250.0, 1000.0)])
 def test_numbers_of_the_axis_stand_where_their_time_is(f: float, b: float) -> None:
-    """In every piece of a grid; here the grid has 2, 2 / 0.003 and 2 / 250 columns a unit of time."""
+    """In every piece of a grid; here the grid has 3, 3 / 0.003 and 3 / 250 columns a unit of time."""
     timeline = simulate(build("gpipe", 3, 12), Times(f=f, b=b))
     whole = to_text(timeline, width=100_000).splitlines()
     columns = max(map(len, whole[:-1])) - 8
@@ -69,8 +70,8 @@ def test_numbers_of_the_axis_stand_where_their_time_is(f: float, b: float) -> No
     apart = [later - earlier for (_, earlier), (_, later) in itertools.pairwise(ticks)]
     assert apart == pytest.approx([apart[0]] * len(apart)) and f"{apart[0]:e}"[0] in "125"
     pieces = [block.splitlines()[-1][8:] for block in to_text(timeline, width=48).split("\n\n")]
-    assert all(len(piece) <= 40 for piece in pieces)
-    assert {float(number) for piece in pieces for number in piece.split()} >= {time for start, time in ticks if start % 40 < 35}
+    assert all(len(piece) <= 39 for piece in pieces)  # 40 columns, of which 13 boxes with labels of 3 take 39
+    assert {float(number) for piece in pieces for number in piece.split()} >= {time for start, time in ticks if start % 39 < 34}
 
 
 @pytest.mark.parametrize("width", [24, 25, 26, 40])
@@ -80,13 +81,39 @@ def test_a_wide_grid_continues_below_and_loses_nothing(width: int) -> None:
     assert len(blocks) > 1
     assert all(len(line) <= width for block in blocks for line in block.splitlines())
     for rank in range(2):
-        pieces = [block.splitlines()[rank][8:].ljust(width - 8) for block in blocks]
+        pieces = [block.splitlines()[rank][8:].ljust((width - 8) // 3 * 3) for block in blocks]
         joined = "".join(pieces).rstrip()
         assert len(joined) == len(whole[rank][8:])
         assert [c == " " for c in joined] == [c == " " for c in whole[rank][8:]]
         for span in timeline.compute(rank):
             label = f"{span.action.kind}{span.action.microbatch}"
             assert sum(len(re.findall(rf"{label}(?!\d)", piece)) for piece in pieces) == 1, label
+
+
+IDLE = """\
+rank 0  F0a         F0b                           B0b===                  B0a===
+rank 1     F0a         F0b                  B0b===                  B0a===
+rank 2        F0a         F0b         B0b===                  B0a===
+rank 3           F0a         F0bB0b===                  B0a===
+time    0     2     4     6     8     10    12    14    16    18    20    22"""
+
+
+def test_a_grid_that_is_idle_for_long_has_all_labels_and_equal_boxes() -> None:
+    assert to_text(simulate(build("interleaved", 4, 1, 2))) == IDLE
+
+
+@pytest.mark.parametrize("width", [30, 79, 80, 100, 120])
+@pytest.mark.parametrize("size", [("1f1b", 2, 11, 1), ("interleaved", 4, 4, 3), ("interleaved", 8, 12, 2)])
+def test_no_label_is_lost_where_a_grid_continues(size: tuple[str, int, int, int], width: int) -> None:
+    """Also of boxes that have just the room for it."""
+    _, pp, _, virtual = size
+    timeline = simulate(build(*size))
+    blocks = [block.splitlines() for block in to_text(timeline, width=width).split("\n\n")]
+    assert all(len(line) <= width for block in blocks for line in block)
+    for rank in range(pp):
+        spans = timeline.compute(rank)
+        names = [f"{span.action.kind}{span.action.microbatch}{'abc'[span.action.stage // pp] * (virtual > 1)}" for span in spans]
+        assert [found for block in blocks for found in re.findall(r"[FB]\d+[abc]?", block[rank])] == names
 
 
 def test_labels_are_never_cut_into_other_numbers() -> None:
