@@ -36,7 +36,8 @@ def run(
     timeline = simulate(build(schedule, pp, microbatches, virtual))
     console = Console(highlight=False, soft_wrap=True)
     console.print(str(timeline.schedule), markup=False)
-    console.print(ACTIONS, markup=False)
+    stage = f"; @{pp}: of stage {pp} of the pipeline, which is b of rank 0" if virtual > 1 else ""
+    console.print(f"{ACTIONS}{stage}", markup=False)
     console.print(f"\n{to_text(timeline, width=console.width, markup=True)}")
     console.print(f"{legend(timeline, markup=True)}\n")
     console.print(caption(timeline), markup=False)

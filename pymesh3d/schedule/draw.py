@@ -30,7 +30,8 @@ POINTS_OF_DIGIT = 4.6  # the width of a digit in the numbers of the boxes
 
 def caption(timeline: Timeline) -> str:
     """Both bubbles in words."""
-    return f"Bubble: {timeline.bubble_of_step:.1%} of the step, {timeline.bubble_in_span:.1%} inside the ranks' own spans"
+    bubbles = f"{timeline.bubble_of_step:.1%} of the step, {timeline.bubble_in_span:.1%} inside the ranks' own spans"
+    return f"Bubble: {bubbles} (first forward to last backward)"
 
 
 def unit(timeline: Timeline) -> str:

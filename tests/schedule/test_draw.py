@@ -124,7 +124,8 @@ def test_labels_are_never_cut_into_other_numbers() -> None:
 
 
 def test_caption_states_both_bubbles() -> None:
-    assert caption(simulate(build("1f1b", 4, 8))) == "Bubble: 27.3% of the step, 15.8% inside the ranks' own spans"
+    words = "Bubble: 27.3% of the step, 15.8% inside the ranks' own spans (first forward to last backward)"
+    assert caption(simulate(build("1f1b", 4, 8))) == words
 
 
 def test_picture(tmp_path: Path) -> None:
@@ -186,6 +187,7 @@ def test_command_draws_several_stages_a_rank(tmp_path: Path, capsys: pytest.Capt
         assert run("interleaved", 2, 2, given, json_file=str(tmp_path / "a.json")) == 0
         printed = capsys.readouterr().out
         assert printed.startswith(f"{build('interleaved', 2, 2, 2)}\n") and f"{INTERLEAVED}\nF0a forward" in printed
+        assert "RF0@2 F0@2 " in printed and "; @2: of stage 2 of the pipeline, which is b of rank 0\n" in printed
         assert json.loads((tmp_path / "a.json").read_text())["virtual_pp"] == 2
     for pp, virtual, message in (
         (2, 27, "--virtual-pp 27: .* at most 26 stages of a rank"),
@@ -206,7 +208,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Microbatches in flight at most, by stage: 2 1" in printed
     kinds = {entry.rstrip("0123456789") for line in str(build("1f1b", 2, 3)).splitlines()[1:] for entry in line.split()[2:]}
     assert kinds == set(re.findall(r"\b([A-Z]+)0\b", commands.draw.ACTIONS)), "every letter is explained"
-    assert commands.draw.ACTIONS in printed
+    assert f"{commands.draw.ACTIONS}\n" in printed and "@" not in printed, "the stage is plain where a rank has one"
     numbers = json.loads((tmp_path / "a.json").read_text())
     assert (numbers["pp"], numbers["makespan"], numbers["bubble_of_step"], numbers["in_flight"]) == (2, 12, 0.25, [2, 1])
     assert [entry["action"] for entry in numbers["ranks"][1]] == str(build("1f1b", 2, 3)).splitlines()[2].split()[2:]
