@@ -25,7 +25,8 @@ PALEST = 0.6  # how much white is in the colour of a rank's last stage, where it
 SLIM, WIDE = 7.0, 30.0  # inches: the least and largest width of a picture
 BOX = 0.3  # inches: the width of the shortest box, where that makes no picture wider than WIDE
 LANE_HEIGHT = 0.46  # inches
-POINTS_OF_DIGIT = 4.6  # the width of a digit in the numbers of the boxes
+LETTERING, LEAST = 8.5, 5.5  # points: the size of what is written, and the least that can still be read in narrow boxes
+EDGE = 1.2  # points: the white around a box, less where boxes are narrow
 
 
 def caption(timeline: Timeline) -> str:
@@ -150,21 +151,26 @@ def save_picture(timeline: Timeline, path: str | Path, title: str | None = None)
 
     Raises OSError where the file cannot be written, and what matplotlib raises for a format that it does not know.
     """
-    _figure(timeline, title).savefig(path, dpi=160, facecolor="white")
+    _figure(timeline, title).savefig(path, facecolor="white")
 
 
 def _figure(timeline: Timeline, title: str | None) -> Figure:
-    """One lane a rank, as wide as the shortest box needs."""
+    """One lane a rank, as wide as the shortest box needs, with room for the notes at the right."""
     from matplotlib.figure import Figure
 
     schedule = timeline.schedule
-    lengths = [span.end - span.start for rank in range(schedule.pp) for span in timeline.compute(rank) if span.end > span.start]
-    time = timeline.makespan or 1.0
-    left, right, top, bottom = 0.75, 1.1, 0.82, 0.85  # inches around the lanes
-    lanes_width = min(max(BOX * time / min(lengths, default=time), SLIM - left - right), WIDE - left - right)
+    shortest, time = min(_lengths(timeline)), timeline.makespan or 1.0
+    notes = _notes(timeline)
+    left, right, top, bottom = 0.75, 0.15 + max(map(_em, notes)) * LETTERING / 72, 0.82, 0.85  # inches around the lanes
+    lanes_width = min(max(BOX * time / shortest, SLIM - left - right), WIDE - left - right)
+    room = 72 * lanes_width * shortest / time  # points, in the shortest box
+    edge = min(EDGE, room / 6)  # of narrow boxes it must not hide much
+    letters = LETTERS[: schedule.virtual] if schedule.virtual > 1 else [""]
+    size = min((0.9 * room - edge) / max(_em(f"{schedule.microbatches - 1}{letter}") for letter in letters), LETTERING)
+    numbered = size >= LEAST  # all boxes or none: some with and some without look as if that meant something
     width, height = left + lanes_width + right, top + LANE_HEIGHT * schedule.pp + bottom
 
-    figure = Figure(figsize=(width, height))
+    figure = Figure(figsize=(width, height), dpi=160)
     axes = figure.add_axes((left / width, bottom / height, lanes_width / width, LANE_HEIGHT * schedule.pp / height))
     axes.set(xlim=(0, time), ylim=(schedule.pp - 0.5, -0.5))
     axes.set_yticks(range(schedule.pp), [f"rank {rank}" for rank in range(schedule.pp)])
@@ -172,50 +178,66 @@ def _figure(timeline: Timeline, title: str | None) -> Figure:
     axes.tick_params(axis="x", length=0, labelsize=8, labelcolor=QUIET)
     axes.set_xlabel(unit(timeline), fontsize=8.5, color=QUIET, loc="left")
     axes.spines[:].set_visible(False)
-    for rank in range(schedule.pp):
-        _draw_rank(axes, timeline, rank, points_per_time=72 * lanes_width / time)
+    for rank, note in enumerate(notes):
+        _draw_rank(axes, timeline, rank, edge, size if numbered else None)
+        axes.text(1, rank, note, transform=axes.get_yaxis_transform(), va="center_baseline", fontsize=LETTERING, color=QUIET)
     figure.text(
         left / width, 1 - 0.3 / height, title or timeline.schedule.heading, fontsize=12.5, fontweight="bold", color=INK, va="center"
     )
     figure.text(left / width, 1 - 0.58 / height, caption(timeline), fontsize=9, color=QUIET, va="center")
-    _draw_legend(figure, timeline, (left / width, 0.12 / height))
+    _draw_legend(figure, timeline, (left / width, 0.12 / height), numbered)
     return figure
 
 
-def _draw_rank(axes: Axes, timeline: Timeline, rank: int, points_per_time: float) -> None:
-    """One lane: a box for each forward and backward with the number of its microbatch, and how many are in flight at most."""
+def _em(text: str) -> float:
+    """The width of a text as a multiple of its size."""
+    from matplotlib.textpath import TextPath
+
+    return float(TextPath((0, 0), text, size=1).get_extents().x1)
+
+
+def _notes(timeline: Timeline) -> list[str]:
+    """For each rank, how many microbatches are in flight at most on each of its stages."""
+    most, pp = timeline.in_flight, timeline.schedule.pp
+    return [f"   {' + '.join(map(str, most[rank::pp]))} in flight" for rank in range(pp)]
+
+
+def _draw_rank(axes: Axes, timeline: Timeline, rank: int, edge: float, size: float | None) -> None:
+    """One lane: a box for each forward and backward, with the number of its microbatch where that has a size."""
     height = (rank - 0.42, 0.84)
     spans = timeline.compute(rank)
     boxes = [(span.start, span.end - span.start) for span in spans]
     axes.broken_barh([axes.get_xlim()], height, facecolors=LANE)
-    colours = [_colour(timeline.schedule, span.action) for span in spans]
-    axes.broken_barh(boxes, height, facecolors=colours, edgecolors="white", linewidth=1.2)
-    for span, (start, length) in zip(spans, boxes, strict=True):
-        number = _name(timeline.schedule, span.action)
-        if length * points_per_time > POINTS_OF_DIGIT * len(number):
-            axes.text(start + length / 2, rank, number, ha="center", va="center_baseline", fontsize=8.5, color=INK)
-    stages = range(rank, timeline.schedule.stages, timeline.schedule.pp)
-    note = f"   {' + '.join(str(timeline.in_flight[stage]) for stage in stages)} in flight"
-    axes.text(1, rank, note, transform=axes.get_yaxis_transform(), va="center_baseline", fontsize=8.5, color=QUIET)
+    colours = [_colour(timeline.schedule, span.action.kind, span.action.stage // timeline.schedule.pp) for span in spans]
+    axes.broken_barh(boxes, height, facecolors=colours, edgecolors="white", linewidth=edge)
+    if size:
+        for span, (start, length) in zip(spans, boxes, strict=True):
+            number = _name(timeline.schedule, span.action)
+            axes.text(start + length / 2, rank, number, ha="center", va="center_baseline", fontsize=size, color=INK)
 
 
-def _colour(schedule: Schedule, action: Action) -> tuple[float, float, float]:
-    """The colour of the kind, paler for later stages of a rank."""
+def _colour(schedule: Schedule, kind: str, turn: int) -> tuple[float, float, float]:
+    """The colour of the kind, paler for later stages of a rank (`turn` 0, 1, ...)."""
     from matplotlib.colors import to_rgb
 
-    white = PALEST * (action.stage // schedule.pp) / max(schedule.virtual - 1, 1)
-    red, green, blue = (part + (1 - part) * white for part in to_rgb(COLOUR[action.kind]))
+    white = PALEST * turn / max(schedule.virtual - 1, 1)
+    red, green, blue = (part + (1 - part) * white for part in to_rgb(COLOUR[kind]))
     return red, green, blue
 
 
-def _draw_legend(figure: Figure, timeline: Timeline, corner: tuple[float, float]) -> None:
-    """The colours that occur, below the lanes."""
+def _draw_legend(figure: Figure, timeline: Timeline, corner: tuple[float, float], numbered: bool) -> None:
+    """The colours that occur, below the lanes; where a rank has several stages, the shade of each."""
     from matplotlib.patches import Patch
 
-    handles = [Patch(color=COLOUR[kind], label=MEANING[kind]) for kind in _kinds(timeline)]
+    schedule = timeline.schedule
+    handles = []
+    for kind in _kinds(timeline):
+        labels = [MEANING[kind]] if schedule.virtual == 1 else [f"{MEANING[kind]} a", *LETTERS[1 : schedule.virtual]]
+        handles += [Patch(color=_colour(schedule, kind, turn), label=label) for turn, label in enumerate(labels)]
     handles.append(Patch(color=LANE, label="idle"))
-    handles.append(Patch(alpha=0, label="numbers: microbatch"))
-    if timeline.schedule.virtual > 1:
-        handles.append(Patch(alpha=0, label=_stages(timeline.schedule)))
+    if schedule.virtual > 1:
+        handles.append(Patch(alpha=0, label="0b: microbatch 0, stage b of its rank" if numbered else _stages(schedule)))
+    elif numbered:
+        handles.append(Patch(alpha=0, label="numbers: microbatch"))
     figure.legend(handles=handles, loc="lower left", bbox_to_anchor=corner, ncols=len(handles), borderpad=0, borderaxespad=0,
-                  frameon=False, fontsize=8.5, labelcolor=INK, handlelength=1.2)  # fmt: skip
+                  frameon=False, fontsize=LETTERING, labelcolor=INK, handlelength=1.2, handletextpad=0.5, columnspacing=1.2)  # fmt: skip

@@ -142,11 +142,18 @@ def test_picture(tmp_path: Path) -> None:
 def test_the_picture_explains_itself() -> None:
     """A legend and a name for the axis, none of them upon another or outside."""
     pytest.importorskip("matplotlib", reason="pictures need matplotlib (pip install matplotlib)")
-    for name, pp, microbatches in (("1f1b", 4, 8), ("gpipe", 2, 3), ("1f1b", 1, 1)):
-        figure = draw._figure(simulate(build(name, pp, microbatches)), None)
+    one = ["forward", "backward", "idle", "numbers: microbatch"]
+    two = ["forward a", "b", "backward a", "b", "idle", "0b: microbatch 0, stage b of its rank"]
+    three = ["forward a", "b", "c", "backward a", "b", "c", "idle", two[-1]]
+    crowded = ["forward a", "b", "c", "d", "backward a", "b", "c", "d", "idle", "a-d: stages of a rank in order"]
+    for size, legend_texts in (
+        (("1f1b", 4, 8), one), (("gpipe", 2, 3), one), (("1f1b", 1, 1), one), (("1f1b", 8, 256), one[:-1]),
+        (("interleaved", 2, 1, 2), two), (("interleaved", 4, 4, 3), three), (("interleaved", 8, 32, 4), crowded),
+    ):  # fmt: skip
+        figure = draw._figure(simulate(build(*size)), None)
         figure.draw_without_rendering()
         axes = figure.axes[0]
-        assert [text.get_text() for text in figure.legends[0].get_texts()] == ["forward", "backward", "idle", "numbers: microbatch"]
+        assert [text.get_text() for text in figure.legends[0].get_texts()] == legend_texts
         assert axes.get_xlabel() == "time (1 = a forward)"
         ticks = [label for label in axes.get_xticklabels() if label.get_position()[0] <= axes.get_xlim()[1]]  # others are not drawn
         parts = [figure.legends[0], axes.xaxis.label, *figure.texts, *ticks, *axes.get_yticklabels(), *axes.texts]
@@ -178,7 +185,33 @@ def test_the_picture_tells_the_stages_of_a_rank_apart() -> None:
     shades = {(span.action.kind, span.action.stage // 2): colour for (_, span), colour in zip(spans, colours, strict=True)}
     assert len(set(shades.values())) == 6
     assert all(sum(shades[kind, 0]) < sum(shades[kind, 1]) < sum(shades[kind, 2]) for kind in "FB")
-    assert figure.legends[0].get_texts()[-1].get_text() == "a-c: stages of a rank in order"
+    legend_shades = [patch.get_facecolor() for patch in figure.legends[0].get_patches()[:6]]  # forward a, b, c, backward a, b, c
+    assert legend_shades == [shades[kind, turn] for kind in "FB" for turn in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("size", "numbered"),
+    [
+        (("1f1b", 8, 64), True),
+        (("interleaved", 4, 12, 2), True),
+        (("interleaved", 8, 32, 4), False),
+        (("interleaved", 2, 2, 26), False),
+        (("1f1b", 8, 256), False),
+    ],
+)
+def test_all_boxes_of_a_picture_have_their_numbers_inside_or_none(size: tuple[str, int, int, int], numbered: bool) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib (pip install matplotlib)")
+    timeline = simulate(build(*size))
+    figure = draw._figure(timeline, None)
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    numbers = [text for text in axes.texts if "flight" not in text.get_text()]
+    spans = [(rank, span) for rank in range(timeline.schedule.pp) for span in timeline.compute(rank)] if numbered else []
+    for (rank, span), text in zip(spans, numbers, strict=True):
+        (low, _), (high, _) = axes.transData.transform([(span.start, rank), (span.end, rank)])
+        assert low < text.get_window_extent().x0 < text.get_window_extent().x1 < high
+    assert len({text.get_fontsize() for text in numbers}) == numbered, "one size"
+    assert ("microbatch" in figure.legends[0].get_texts()[-1].get_text()) == numbered
 
 
 def test_command_draws_several_stages_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
