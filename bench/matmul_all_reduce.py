@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..comm.collectives import all_reduce_
-from ..triton_kernels.matmul_all_reduce import launch, needed
+from ..triton_kernels import matmul_all_reduce
 from . import products
 
-OP = products.Op("matmul_all_reduce", needed, launch, all_reduce_)
+
+def plain_slots(ranks: int, tokens: int, cols: int, depth: int) -> tuple[int, int]:
+    """Those of the plain kernel."""
+    return matmul_all_reduce.needed(ranks, tokens, cols, torch.bfloat16)
+
+
+FORMS = {"plain": products.plain(matmul_all_reduce.launch, plain_slots)}
+OP = products.Op("matmul_all_reduce", False, products.DOWN, all_reduce_, FORMS)
 
 
 def main(json_file: str | None = None) -> int:

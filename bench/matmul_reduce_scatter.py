@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..comm.collectives import reduce_scatter
-from ..triton_kernels.matmul_reduce_scatter import launch, needed
+from ..triton_kernels import matmul_hopper, matmul_reduce_scatter, matmul_reduce_scatter_hopper
 from . import products
 
-OP = products.Op("matmul_reduce_scatter", lambda ranks, rows, *rest: needed(ranks, rows // ranks, *rest), launch, reduce_scatter)
+
+def plain_slots(ranks: int, tokens: int, cols: int, depth: int) -> tuple[int, int]:
+    """Those of the plain kernel."""
+    return matmul_reduce_scatter.needed(ranks, tokens // ranks, cols, torch.bfloat16)
+
+
+def hopper_slots(ranks: int, tokens: int, cols: int, depth: int) -> tuple[int, int]:
+    """Those of the kernel in Gluon."""
+    return matmul_reduce_scatter_hopper.needed(ranks, tokens // ranks, cols, matmul_hopper.tiles_for(tokens // ranks, cols))
+
+
+FORMS = {
+    "plain": products.plain(matmul_reduce_scatter.launch, plain_slots),
+    "hopper": products.hopper(matmul_reduce_scatter_hopper.launch, hopper_slots),
+}
+OP = products.Op("matmul_reduce_scatter", False, products.DOWN, reduce_scatter, FORMS)
 
 
 def main(json_file: str | None = None) -> int:

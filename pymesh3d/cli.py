@@ -32,6 +32,7 @@ from pymesh3d.rendezvous import agent_store, world_size
 from pymesh3d.schedule import SCHEDULES as DRAWN
 
 BENCHMARKS = (
+    "all_gather_matmul",
     "cross_entropy",
     "dropout",
     "matmul",
@@ -111,11 +112,11 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "name",
         choices=BENCHMARKS,
-        help="cross_entropy: the loss, forward and backward; dropout: the kernel that zeroes at random; matmul: the plain matrix product; "
-        "matmul_all_reduce, matmul_reduce_scatter: summed over ranks by one kernel (which the layers do not use yet); model: steps of a "
-        "1B model on the layouts of the GPUs here, and where their time goes; p2p: sends and receives between stages; philox: the kernel "
-        "that makes random numbers; rotary, swiglu: what a layer does between its matrix products; train: the loss curves and speed of "
-        "every layout of the GPUs here",
+        help="all_gather_matmul: a product of rows from all ranks; matmul_all_reduce, matmul_reduce_scatter: one summed over ranks, each in "
+        "one kernel (which the layers do not use yet); cross_entropy: the loss, forward and backward; dropout: the kernel that zeroes at "
+        "random; matmul: the plain matrix product; model: steps of a 1B model (without GPUs: of a tiny one) on the layouts of the GPUs "
+        "here, and where their time goes; p2p: sends and receives between stages; philox: the kernel that makes random numbers; rotary, "
+        "swiglu: what a layer does between its matrix products; train: the loss curves and speed of every layout of the GPUs here",
     )
     bench.add_argument("--json", type=_name, metavar="FILE", help="write the results as JSON")
     here = commands.add_parser("env", help="what this machine has, what is missing, and what runs instead")
