@@ -112,8 +112,8 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "name",
         choices=BENCHMARKS,
-        help="all_gather_matmul: a product of rows from all ranks; matmul_all_reduce, matmul_reduce_scatter: one summed over ranks, each in "
-        "one kernel (which the layers do not use yet); cross_entropy: the loss, forward and backward; dropout: the kernel that zeroes at "
+        help="all_gather_matmul: a product of rows from all ranks; matmul_all_reduce, matmul_reduce_scatter: one summed over ranks, all "
+        "in one kernel (which the layers do not use yet); cross_entropy: the loss, forward and backward; dropout: the kernel that zeroes at "
         "random; matmul: the plain matrix product; model: steps of a 1B model (without GPUs: of a tiny one) on the layouts of the GPUs "
         "here, and where their time goes; p2p: sends and receives between stages; philox: the kernel that makes random numbers; rotary, "
         "swiglu: what a layer does between its matrix products; train: the loss curves and speed of every layout of the GPUs here",
