@@ -113,10 +113,11 @@ def parser() -> argparse.ArgumentParser:
         "name",
         choices=BENCHMARKS,
         help="all_gather_matmul: a product of rows from all ranks; matmul_all_reduce, matmul_reduce_scatter: one summed over ranks, all "
-        "in one kernel (which the layers do not use yet); cross_entropy: the loss, forward and backward; dropout: the kernel that zeroes at "
-        "random; matmul: the plain matrix product; model: steps of a 1B model (without GPUs: of a tiny one) on the layouts of the GPUs "
-        "here, and where their time goes; p2p: sends and receives between stages; philox: the kernel that makes random numbers; rotary, "
-        "swiglu: what a layer does between its matrix products; train: the loss curves and speed of every layout of the GPUs here",
+        "in one kernel (which the layers do not use yet); cross_entropy: the loss, forward and backward; dropout: the kernel that "
+        "zeroes at random; matmul: the plain matrix product; model: steps of a 1B model (without GPUs: of a tiny one) on the "
+        "layouts of the GPUs here, and where their time goes; p2p: sends and receives between stages; philox: the kernel that makes "
+        "random numbers; rotary, swiglu: what a layer does between its matrix products; train: the loss curves and speed of every "
+        "layout of the GPUs here",
     )
     bench.add_argument("--json", type=_name, metavar="FILE", help="write the results as JSON")
     here = commands.add_parser("env", help="what this machine has, what is missing, and what runs instead")
