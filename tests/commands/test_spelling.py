@@ -48,7 +48,8 @@ def test_only_options_that_the_command_has() -> None:
 
 
 def test_every_field_of_the_command_line_is_found_under_its_option() -> None:
-    args = parser().parse_args(["train", "--global-batch-size", "6", "--micro-batch-size", "3", "--tp", "2", "--reduce-dtype", "fp32"])
+    typed = "--global-batch-size 6 --micro-batch-size 3 --tp 2 --reduce-dtype fp32 --virtual-pp 1"
+    args = parser().parse_args(["train", *typed.split()])
     fields = fields_of(TrainConfig, vars(args))
     assert (fields["global_batch"], fields["micro_batch"], fields["reduce_dtype"]) == (6, 3, "float32")
     assert TrainConfig(**fields).seq == TrainConfig().seq and not {"betas", "tp", "model"} & fields.keys()
@@ -57,7 +58,8 @@ def test_every_field_of_the_command_line_is_found_under_its_option() -> None:
 
 def test_options_are_the_parsers_own() -> None:
     """Each spelling is one that the parser understands."""
-    given = {**fields_of(TrainConfig, TRAIN), **fields_of(Layout, TRAIN), "dp": 4, "reduce_dtype": "float64"}
+    given = {**fields_of(TrainConfig, TRAIN), **fields_of(Layout, TRAIN), "dp": 4, "reduce_dtype": "float64", "virtual_pp": 2}
     words = [[option_of(field)] if value is False else [option_of(field), str(value)] for field, value in given.items()]
     args = parser().parse_args(["train", *itertools.chain.from_iterable(words)])
     assert (args.dp, args.reduce_dtype, args.compile, args.micro_batch_size) == (4, "float64", True, TrainConfig().micro_batch)
+    assert args.virtual_pp == 2

@@ -32,7 +32,7 @@ RUNS = {"RUNS": 512, "RUN": 8}
 TILES = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "GROUP": 8}
 SHARED = "*{0} *{0} *{0} *i64 *i64 *i32 *i64 *i64 i32" + " i64" * 8
 # In Gluon. A descriptor is "ROWSxCOLS" of its blocks in bfloat16.
-HOPPER = {"HALF": 64, "BLOCK_N": 256, "BLOCK_K": 64, "STAGES": 3, "GROUP": 8, "TURNED": False, "SECOND": 240, "LOADS": 24, "STORES": 24}
+HOPPER = {"HALF": 64, "BLOCK_N": 256, "BLOCK_K": 64, "STAGES": 3, "GROUP": 8, "TURNED": False, "SECOND": 232, "LOADS": 40, "STORES": 40}
 TALKS = " *i64 *i32 *i64 *i64" + " i32" * 6 + " i64"
 KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "philox normal float32": ("philox", "philox_fill_kernel", "*fp32" + PHILOX, {"NORMAL": True, "BLOCK_ROWS": 1, "BLOCK_COLS": 1024}),
