@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..comm.collectives import all_gather
-from ..triton_kernels import all_gather_matmul, all_gather_matmul_hopper, matmul_hopper
+from ..triton_kernels import all_gather_matmul, all_gather_matmul_hopper
 from . import products
 
 
@@ -16,7 +16,7 @@ def plain_slots(ranks: int, tokens: int, cols: int, depth: int) -> tuple[int, in
 
 def hopper_slots(ranks: int, tokens: int, cols: int, depth: int) -> tuple[int, int]:
     """Those of the kernel in Gluon."""
-    return all_gather_matmul_hopper.needed(ranks, tokens // ranks, depth, matmul_hopper.tiles_for(tokens, cols // ranks))
+    return all_gather_matmul_hopper.needed(ranks, tokens // ranks, depth, cols // ranks)
 
 
 FORMS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..comm.collectives import reduce_scatter
-from ..triton_kernels import matmul_hopper, matmul_reduce_scatter, matmul_reduce_scatter_hopper
+from ..triton_kernels import matmul_reduce_scatter, matmul_reduce_scatter_hopper
 from . import products
 
 
@@ -16,7 +16,7 @@ def plain_slots(ranks: int, tokens: int, cols: int, depth: int) -> tuple[int, in
 
 def hopper_slots(ranks: int, tokens: int, cols: int, depth: int) -> tuple[int, int]:
     """Those of the kernel in Gluon."""
-    return matmul_reduce_scatter_hopper.needed(ranks, tokens // ranks, cols, matmul_hopper.tiles_for(tokens // ranks, cols))
+    return matmul_reduce_scatter_hopper.needed(ranks, tokens // ranks, cols)
 
 
 FORMS = {

@@ -7,7 +7,7 @@ import torch
 
 from pymesh3d.triton_kernels.matmul_hopper import Tiles
 
-TILES = [Tiles(64, 256, 64, 3), Tiles(64, 128, 64, 5)]
+TILES = [Tiles(64, 256, 64, 3), Tiles(64, 128, 64, 6)]
 HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 

@@ -1,29 +1,34 @@
 """All-gather + GEMM on Hopper, in Gluon: `all_gather_matmul` with the parts of `matmul_hopper`.
 
-One warp more copies this rank's rows to the others, through a piece of shared memory of its own, while the first tiles are multiplied. A
-run of rows is as many as a tile has; where they do not divide this rank's rows, the last tile begins earlier, and what it shares with the
-one before is computed twice.
+The first few programs give this rank's rows to the others, through the ring in which they keep operands later; the others multiply this
+rank's rows meanwhile. (If all gave a little, all would wait: what the accelerator loads stands behind what it stores over the link.) A run
+of rows is as many as a tile has; where they do not divide this rank's rows, the last tile begins earlier, and what it shares with the one
+before is computed twice.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from .backend import gl, gluon_jit, hopper, load_tile, store_tile, tl
-from .matmul import place_of
+from .matmul import GROUP, place_of
 from .matmul_hopper import (
-    REGISTERS,
+    LOADS,
+    SECOND,
+    STORES,
     Tiles,
     descriptor,
     fence_accelerator,
-    load_columns,
+    load_operands,
     multiply_tiles,
     next_job,
     offer_job,
     programs,
     shared,
+    start,
     stores_have_arrived,
     tiles_for,
     turned,
@@ -32,18 +37,24 @@ from .matmul_hopper import (
 from .matmul_reduce_scatter import Slots
 from .signals import PATIENCE, Counters, end_of_program, missing_word, signal, take_job, wait
 
+LEAST_GIVERS, MOST_GIVERS = 16, 32  # programs that give rows away before they multiply
+STRIP = 16  # blocks that one of them gives away at a time, at most
+# of an H200: seconds until rows begin to come; bytes in a second, of a link and of one program that gives; operations in a second of one
+LATENCY, LINK, GIVEN, SPEED = 20e-6, 320e9, 14e9, 6e12
+
 
 @gluon_jit
 def give_rows(  # type: ignore[no-untyped-def]
-    a, ranks, flags, piece, come, ended, calls, trouble, told, rank, rows, depth, length, width, patience,
-    RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_K: gl.constexpr,
+    a, ranks, flags, uppers, lowers, come, calls, call, trouble, told, rank, rows, depth, length, width, patience,
+    RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copy one strip after the other of this rank's rows into the slots of all `ranks`: `width` blocks [HALF, BLOCK_K] each."""
-    call = gl.load(calls) + 1
+    """Copy one strip after the other of this rank's rows into the slots of all `ranks`: `width` blocks [2 * HALF, BLOCK_K] each."""
+    AHEAD: gl.constexpr = STAGES // 2  # blocks that are loaded before the first is stored
     runs = gl.cdiv(rows, 2 * HALF)
     blocks = gl.cdiv(depth, BLOCK_K)
     across = gl.cdiv(blocks, width)
     mine = gl.load(flags + rank).to(gl.pointer_type(gl.int32))
+    counts = mine + rank * length + 1
     strip = take_job(calls, 1)
     if strip == 0:
         for following in gl.static_range(1, RANKS):
@@ -52,87 +63,106 @@ def give_rows(  # type: ignore[no-untyped-def]
         other = (rank + following) % RANKS
         wait(mine + other * length, call, trouble, told, missing_word(other, 0), patience)
     fence_accelerator()
-    counts = mine + rank * length + 1
-    come_so_far = 0
-    while strip < runs * 2 * across:
-        run = strip // (2 * across)
-        half = strip // across % 2
+    given = 0
+    while strip < runs * across:
+        run = strip // across
         first = strip % across * width
-        last = gl.minimum(first + width, blocks)
-        row = gl.minimum(run * 2 * HALF, rows - 2 * HALF) + half * HALF
-        hopper.mbarrier.expect(come.index(come_so_far % 2), HALF * BLOCK_K * 2)
-        load_tile(a, [row, first * BLOCK_K], come.index(come_so_far % 2), piece.index(come_so_far % 2))
-        for block in range(first, last):
-            turn = come_so_far % 2
-            hopper.mbarrier.wait(come.index(turn), come_so_far // 2 & 1)
-            for following in gl.static_range(RANKS):
-                store_tile(ranks[following], [rank * rows + row, block * BLOCK_K], piece.index(turn))
-            hopper.tma.store_wait(RANKS)  # the block before has been read
-            if block + 1 < last:
-                hopper.mbarrier.expect(come.index(1 - turn), HALF * BLOCK_K * 2)
-                load_tile(a, [row, (block + 1) * BLOCK_K], come.index(1 - turn), piece.index(1 - turn))
-            come_so_far += 1
+        count = gl.minimum(width, blocks - first)
+        row = gl.minimum(run * 2 * HALF, rows - 2 * HALF)
+        for step in range(count + AHEAD):
+            if step < count:
+                stage = (given + step) % STAGES
+                hopper.tma.store_wait((STAGES - 1 - AHEAD) * 2 * RANKS)  # what was in this stage has been read
+                hopper.mbarrier.expect(come.index(stage), 2 * HALF * BLOCK_K * 2)
+                load_tile(a, [row, (first + step) * BLOCK_K], come.index(stage), uppers.index(stage))
+                load_tile(a, [row + HALF, (first + step) * BLOCK_K], come.index(stage), lowers.index(stage))
+            if step >= AHEAD:
+                stage = (given + step - AHEAD) % STAGES
+                hopper.mbarrier.wait(come.index(stage), (given + step - AHEAD) // STAGES & 1)
+                for following in gl.static_range(RANKS):
+                    store_tile(ranks[following], [rank * rows + row, (first + step - AHEAD) * BLOCK_K], uppers.index(stage))
+                    store_tile(ranks[following], [rank * rows + row + HALF, (first + step - AHEAD) * BLOCK_K], lowers.index(stage))
+        given += count
         stores_have_arrived()
         tl.debug_barrier()
-        if tl.atomic_add(counts + run, 1, sem="acq_rel") == 2 * across - 1:  # the run is complete, whoever has copied it
+        if tl.atomic_add(counts + run, 1, sem="acq_rel") == across - 1:  # the run is complete, whoever has copied it
             gl.store(counts + run, 0)
             for following in gl.static_range(1, RANKS):
                 signal(gl.load(flags + (rank + following) % RANKS).to(gl.pointer_type(gl.int32)) + rank * length + 1 + run, call)
         strip = take_job(calls, 1)
-    hopper.mbarrier.arrive(ended)
 
 
 @gluon_jit
 def load_gathered_tiles(  # type: ignore[no-untyped-def]
-    a, b, here, flags, uppers, lowers, columns, full, empty, jobs, offered, read, calls, trouble, told, rank, rows, cols, depth, length,
-    patience,
+    a, b, here, ranks, flags, uppers, lowers, columns, full, empty, come, jobs, offered, read, calls, trouble, told, rank, rows, cols,
+    depth, length, width, givers, lead, patience,
     TURNED: gl.constexpr, RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring with the operands of this program's tiles: of this rank's rows, then of those that come from rank + 1, rank + 2, ..."""
+    """Fill the ring with the operands of this program's tiles, if it is not among the first `givers`, which give rows away before.
+
+    First come the tiles of this rank's rows in the first `lead` columns of tiles; then in all other columns those of all ranks; then in the
+    first columns those of the other ranks. Tile [i, j] of the rows of rank + turn is number (turn * across + j) * down + i.
+    """
     call = gl.load(calls) + 1
-    tiles = gl.cdiv(rows, 2 * HALF) * gl.cdiv(cols, BLOCK_N)
+    down = gl.cdiv(rows, 2 * HALF)
+    across = gl.cdiv(cols, BLOCK_N)
     mine = gl.load(flags + rank).to(gl.pointer_type(gl.int32))
     loaded = 0
     count = 0
-    number = offer_job(jobs, offered, read, count, calls, True)
-    while number < tiles * RANKS:
-        source = (rank + number // tiles) % RANKS
-        row, col = place_of(number % tiles, rows, cols, 2 * HALF, BLOCK_N, GROUP)
+    job = take_job(calls, 0)
+    if job < givers:
+        give_rows(
+            a, ranks, flags, uppers, lowers, come, calls, call, trouble, told, rank, rows, depth, length, width, patience,
+            RANKS, HALF, BLOCK_K, STAGES,
+        )  # fmt: skip
+    while job < down * across * RANKS:
+        mixed = job - lead * down
+        late = mixed - (across - lead) * down * RANKS
+        if mixed < 0:
+            turn = 0
+            row, col = place_of(job, rows, lead * BLOCK_N, 2 * HALF, BLOCK_N, GROUP)
+        elif late < 0:
+            turn = mixed // down % RANKS
+            row = mixed % down * 2 * HALF
+            col = (lead + mixed // (down * RANKS)) * BLOCK_N
+        else:
+            turn = 1 + late // (lead * down)
+            row, col = place_of(late % (lead * down), rows, lead * BLOCK_N, 2 * HALF, BLOCK_N, GROUP)
         run = row // (2 * HALF)
+        offer_job(jobs, offered, read, count, (turn * across + col // BLOCK_N) * down + run)
         row = gl.minimum(row, rows - 2 * HALF)
-        if source != rank:
+        if turn == 0:
+            loaded = load_operands(
+                a, b, row, col, depth, uppers, lowers, columns, full, empty, loaded, TURNED, HALF, BLOCK_N, BLOCK_K, STAGES
+            )
+        else:
+            source = (rank + turn) % RANKS
             wait(mine + source * length + 1 + run, call, trouble, told, missing_word(source, run), patience)
             fence_accelerator()
-        for start in range(0, depth, BLOCK_K):
-            stage = loaded % STAGES
-            hopper.mbarrier.wait(empty.index(stage), loaded // STAGES & 1 ^ 1)
-            hopper.mbarrier.expect(full.index(stage), (2 * HALF + BLOCK_N) * BLOCK_K * 2)
-            if source == rank:
-                load_tile(a, [row, start], full.index(stage), uppers.index(stage))
-                load_tile(a, [row + HALF, start], full.index(stage), lowers.index(stage))
-            else:
-                load_tile(here, [source * rows + row, start], full.index(stage), uppers.index(stage))
-                load_tile(here, [source * rows + row + HALF, start], full.index(stage), lowers.index(stage))
-            load_columns(b, col, start, full.index(stage), columns.index(stage), TURNED)
-            loaded += 1
+            loaded = load_operands(
+                here, b, source * rows + row, col, depth, uppers, lowers, columns, full, empty, loaded,
+                TURNED, HALF, BLOCK_N, BLOCK_K, STAGES,
+            )  # fmt: skip
         count += 1
-        number = offer_job(jobs, offered, read, count, calls, True)
+        job = take_job(calls, 0)
+    offer_job(jobs, offered, read, count, job)
 
 
 @gluon_jit
 def store_gathered_tiles(  # type: ignore[no-untyped-def]
-    y, upper, lower, jobs, offered, read, free, ready, ended, calls, rank, rows, cols,
-    RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr,
+    y, upper, lower, jobs, offered, read, free, ready, calls, rank, rows, cols,
+    RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Store this program's tiles at their places in y."""
     call = gl.load(calls) + 1
-    tiles = gl.cdiv(rows, 2 * HALF) * gl.cdiv(cols, BLOCK_N)
+    down = gl.cdiv(rows, 2 * HALF)
+    across = gl.cdiv(cols, BLOCK_N)
     stored = 0
     number = next_job(jobs, offered, read, stored, 1)
-    while number < tiles * RANKS:
-        row, col = place_of(number % tiles, rows, cols, 2 * HALF, BLOCK_N, GROUP)
-        row = gl.minimum(row, rows - 2 * HALF) + (rank + number // tiles) % RANKS * rows
+    while number < down * across * RANKS:
+        row = gl.minimum(number % down * 2 * HALF, rows - 2 * HALF) + (rank + number // (down * across)) % RANKS * rows
+        col = number // down % across * BLOCK_N
         hopper.mbarrier.wait(ready, stored & 1)
         store_tile(y, [row, col], upper)
         store_tile(y, [row + HALF, col], lower)
@@ -140,52 +170,64 @@ def store_gathered_tiles(  # type: ignore[no-untyped-def]
         hopper.mbarrier.arrive(free)
         stored += 1
         number = next_job(jobs, offered, read, stored, 1)
-    hopper.mbarrier.wait(ended, 0)  # what copies has read the number of calls too
     end_of_program(calls, call)
 
 
-@gluon_jit
+@gluon_jit(do_not_specialize=["rank", "rows", "cols", "depth", "length", "width", "givers", "lead", "patience"])
 def all_gather_matmul_kernel(  # type: ignore[no-untyped-def]
     a,  # descriptor of [rows, depth], this rank's
     b,  # descriptor of [cols, depth]
     y,  # descriptor of [RANKS * rows, cols]
     here,  # descriptor of this rank's slots [RANKS * rows, depth]
     other_1, other_2, other_3, other_4, other_5, other_6, other_7,  # those of rank + 1, rank + 2, ...; None where there are fewer
-    flags, calls, trouble, told, rank, rows, cols, depth, length, width, patience: tl.int64,
-    RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    TURNED: gl.constexpr, SECOND: gl.constexpr, LOADS: gl.constexpr, STORES: gl.constexpr,
+    flags, calls, trouble, told, rank, rows, cols, depth, length, width, givers, lead, patience: tl.int64,
+    RANKS: gl.constexpr, TURNED: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
     """A program copies one strip after the other, and computes one tile after the other, those of this rank's rows first."""
     ranks = (here, other_1, other_2, other_3, other_4, other_5, other_6, other_7)  # one by one: triton 3.6 starts no kernel with a tuple
-    uppers, lowers, columns, upper, lower, full, empty, jobs, offered, read, free, ready, come, taken = shared(
+    uppers, lowers, columns, upper, lower, full, empty, jobs, offered, read, free, ready, none, taken = shared(
         a, b, y, HALF, BLOCK_N, BLOCK_K, STAGES
     )
-    piece = gl.allocate_shared_memory(a.dtype, [2, HALF, BLOCK_K], a.layout)
-    copies = gl.allocate_shared_memory(gl.int64, [3, 1], hopper.mbarrier.MBarrierLayout())
-    for barrier in gl.static_range(3):
-        hopper.mbarrier.init(copies.index(barrier), count=1)
+    come = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        hopper.mbarrier.init(come.index(stage), count=1)
     hopper.fence_async_shared()
     gl.warp_specialize(
         [
-            (multiply_tiles, (uppers, columns, upper, full, empty, jobs, offered, read, free, ready, come, taken, rank, 0, rows, cols,
-                              depth, TURNED, False, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES)),
-            (multiply_tiles, (lowers, columns, lower, full, empty, jobs, offered, read, free, ready, come, taken, rank, 0, rows, cols,
-                              depth, TURNED, False, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES)),
-            (load_gathered_tiles, (a, b, here, flags, uppers, lowers, columns, full, empty, jobs, offered, read, calls, trouble, told,
-                                   rank, rows, cols, depth, length, patience, TURNED, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES, GROUP)),
-            (store_gathered_tiles, (y, upper, lower, jobs, offered, read, free, ready, copies.index(2), calls, rank, rows, cols,
-                                    RANKS, HALF, BLOCK_N, GROUP)),
-            (give_rows, (a, ranks, flags, piece, copies, copies.index(2), calls, trouble, told, rank, rows, depth, length, width, patience,
-                         RANKS, HALF, BLOCK_K)),
+            (multiply_tiles, (uppers, columns, upper, full, empty, jobs, offered, read, free, ready, none, taken, rows, cols, depth,
+                              TURNED, False, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES)),
+            (multiply_tiles, (lowers, columns, lower, full, empty, jobs, offered, read, free, ready, none, taken, rows, cols, depth,
+                              TURNED, False, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES)),
+            (load_gathered_tiles, (a, b, here, ranks, flags, uppers, lowers, columns, full, empty, come, jobs, offered, read, calls,
+                                   trouble, told, rank, rows, cols, depth, length, width, givers, lead, patience,
+                                   TURNED, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES, GROUP)),
+            (store_gathered_tiles, (y, upper, lower, jobs, offered, read, free, ready, calls, rank, rows, cols, RANKS, HALF, BLOCK_N)),
         ],
-        [4, 1, 1, 1],
-        [SECOND, LOADS, STORES, STORES],
+        [4, 1, 1],
+        [SECOND, LOADS, STORES],
     )  # fmt: skip
 
 
-def needed(ranks: int, rows: int, depth: int, tiles: Tiles) -> tuple[int, int]:
+def needed(ranks: int, rows: int, depth: int, cols: int, tiles: Tiles | None = None) -> tuple[int, int]:
     """The least `size` and `length` of slots for [rows, depth] of each rank. The gathered rows [ranks * rows, depth] begin them."""
+    tiles = tiles or tiles_for(ranks * rows, cols)
     return ranks * rows * depth * 2, 1 + -(-rows // (2 * tiles.half))
+
+
+def shares(ranks: int, rows: int, cols: int, depth: int, tiles: Tiles, running: int) -> tuple[int, int]:
+    """How many programs give rows away, and in how many columns of tiles this rank's rows come first.
+
+    Rows must not be on their way still when this rank's are done, so programs give twice as fast as that takes; and so many columns come
+    first as are multiplied in the meantime. All do where the rows do not fit into the cache together; otherwise b is read once for those
+    that come with the others.
+    """
+    down, across = -(-rows // (2 * tiles.half)), -(-cols // tiles.n)
+    sent, job = (ranks - 1) * rows * depth * 2, 4 * tiles.half * tiles.n * depth / SPEED
+    own = down * across * job / running
+    givers = min(running, MOST_GIVERS, max(LEAST_GIVERS, math.ceil(2 * sent / own / GIVEN)))
+    rounds = math.ceil(1.2 * (LATENCY + sent / min(LINK, givers * GIVEN)) / job)
+    return givers, across if down > GROUP else min(across, -(-running * rounds // down))
 
 
 def launch(
@@ -204,13 +246,15 @@ def launch(
     tiles = tiles or tiles_for(ranks * rows, cols)
     y = torch.empty(ranks * rows, cols, dtype=a.dtype, device=a.device)
     memory = [descriptor(part[: ranks * rows * depth * 2].view(a.dtype).view(-1, depth), tiles.half, tiles.k) for part in parts]
-    jobs, blocks = ranks * tiles.of(rows, cols), -(-depth // tiles.k)
-    running = min(programs(a.device), jobs)
-    width = min(blocks, max(1, 2 * -(-rows // (2 * tiles.half)) * blocks // running))
-    all_gather_matmul_kernel[(running,)](
-        descriptor(a, tiles.half, tiles.k), weights(b, tiles), descriptor(y, tiles.half, tiles.n),
-        memory[rank], *(memory[(rank + turn) % ranks] if turn < ranks else None for turn in range(1, 8)), slots.flags, *counters, rank,
-        rows, cols, depth, slots.length, width, int(patience * 1e9), TURNED=turned(b), RANKS=ranks,
-        SECOND=REGISTERS[0], LOADS=REGISTERS[1], STORES=REGISTERS[2], **tiles.options(),
+    running = min(programs(a.device), ranks * tiles.of(rows, cols))
+    givers, lead = shares(ranks, rows, cols, depth, tiles, running)
+    blocks = -(-depth // tiles.k)
+    width = min(blocks, STRIP, max(1, -(-rows // (2 * tiles.half)) * blocks // givers))
+    start(
+        all_gather_matmul_kernel, running, a.device,
+        (descriptor(a, tiles.half, tiles.k), weights(b, tiles), descriptor(y, tiles.half, tiles.n),
+         memory[rank], *(memory[(rank + turn) % ranks] if turn < ranks else None for turn in range(1, 8)), slots.flags, *counters, rank,
+         rows, cols, depth, slots.length, width, givers, lead, int(patience * 1e9)),
+        {"RANKS": ranks, "TURNED": turned(b), **tiles.options()},
     )  # fmt: skip
     return y

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .backend import TensorDescriptor, gl, gluon_jit, hopper, load_tile, store_tile, tl
+from .backend import TensorDescriptor, constant, gl, gluon_jit, hopper, load_tile, store_tile, tl
 from .matmul import GROUP, place_of
-from .signals import take_job
 
-REGISTERS = (232, 40, 40)  # of a thread in the second group that multiplies, and in the warps that load and store: so nothing is spilt
+SECOND, LOADS, STORES = constant(232), constant(40), constant(40)  # registers of a thread in the second group that multiplies, and in the
+# warps that load and store: so nothing is spilt
 
 
 class Tiles(NamedTuple):
@@ -34,7 +34,7 @@ class Tiles(NamedTuple):
 
     def options(self) -> dict[str, Any]:
         """As a kernel takes them."""
-        return {"HALF": self.half, "BLOCK_N": self.n, "BLOCK_K": self.k, "STAGES": self.stages, "GROUP": GROUP, "num_warps": 4}
+        return {"HALF": self.half, "BLOCK_N": self.n, "BLOCK_K": self.k, "STAGES": self.stages, "GROUP": GROUP}
 
 
 @gluon_jit
@@ -50,15 +50,13 @@ def fence_accelerator():  # type: ignore[no-untyped-def]
 
 
 @gluon_jit
-def offer_job(jobs, offered, read, count, calls, QUEUED: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The number of this program's next job, after `count` others, which all parts are told."""
-    number = take_job(calls, 0) if QUEUED else gl.program_id(0) + count * gl.num_programs(0)
+def offer_job(jobs, offered, read, count, number):  # type: ignore[no-untyped-def]
+    """Tell all parts the number of the next job, after `count` others."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     hopper.mbarrier.wait(read.index(count % 2), count // 2 & 1 ^ 1)
     jobs.index(count % 2).store(gl.full([1], number, gl.int32, layout))
     tl.debug_barrier()
     hopper.mbarrier.arrive(offered.index(count % 2))
-    return number
 
 
 @gluon_jit
@@ -73,48 +71,51 @@ def next_job(jobs, offered, read, count, WARPS: gl.constexpr):  # type: ignore[n
 
 
 @gluon_jit
-def load_columns(b, col, start, full, columns, TURNED: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Load a block of b [N, K], or where it is kept TURNED of [K, N]."""
-    if TURNED:
-        load_tile(b, [start, col], full, columns)
-    else:
-        load_tile(b, [col, start], full, columns)
+def load_operands(  # type: ignore[no-untyped-def]
+    a, b, row, col, depth, uppers, lowers, columns, full, empty, loaded,
+    TURNED: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Fill the ring with those of one tile, after `loaded` steps of others; how many there are then."""
+    for start in range(0, depth, BLOCK_K):
+        stage = loaded % STAGES
+        hopper.mbarrier.wait(empty.index(stage), loaded // STAGES & 1 ^ 1)
+        hopper.mbarrier.expect(full.index(stage), (2 * HALF + BLOCK_N) * BLOCK_K * 2)
+        load_tile(a, [row, start], full.index(stage), uppers.index(stage))
+        load_tile(a, [row + HALF, start], full.index(stage), lowers.index(stage))
+        if TURNED:
+            load_tile(b, [start, col], full.index(stage), columns.index(stage))
+        else:
+            load_tile(b, [col, start], full.index(stage), columns.index(stage))
+        loaded += 1
+    return loaded
 
 
 @gluon_jit
 def load_tiles(  # type: ignore[no-untyped-def]
-    a, b, uppers, lowers, columns, full, empty, jobs, offered, read, calls, rank, first, rows, cols, depth,
-    QUEUED: gl.constexpr, TURNED: gl.constexpr, RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr,
+    a, b, uppers, lowers, columns, full, empty, jobs, offered, read, rows, cols, depth,
+    TURNED: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring with the operands of this program's tiles: of the rows of rank + first, rank + first + 1, ..."""
-    tiles = gl.cdiv(rows, 2 * HALF) * gl.cdiv(cols, BLOCK_N)
+    """Fill the ring with the operands of this program's tiles, every so many-th."""
     loaded = 0
     count = 0
-    number = offer_job(jobs, offered, read, count, calls, QUEUED)
-    while number < tiles * RANKS:
-        row, col = place_of(number % tiles, rows, cols, 2 * HALF, BLOCK_N, GROUP)
-        row += (rank + first + number // tiles) % RANKS * rows
-        for start in range(0, depth, BLOCK_K):
-            stage = loaded % STAGES
-            hopper.mbarrier.wait(empty.index(stage), loaded // STAGES & 1 ^ 1)
-            hopper.mbarrier.expect(full.index(stage), (2 * HALF + BLOCK_N) * BLOCK_K * 2)
-            load_tile(a, [row, start], full.index(stage), uppers.index(stage))
-            load_tile(a, [row + HALF, start], full.index(stage), lowers.index(stage))
-            load_columns(b, col, start, full.index(stage), columns.index(stage), TURNED)
-            loaded += 1
+    number = gl.program_id(0)
+    offer_job(jobs, offered, read, count, number)
+    while number < gl.cdiv(rows, 2 * HALF) * gl.cdiv(cols, BLOCK_N):
+        row, col = place_of(number, rows, cols, 2 * HALF, BLOCK_N, GROUP)
+        loaded = load_operands(a, b, row, col, depth, uppers, lowers, columns, full, empty, loaded, TURNED, HALF, BLOCK_N, BLOCK_K, STAGES)
         count += 1
-        number = offer_job(jobs, offered, read, count, calls, QUEUED)
+        number += gl.num_programs(0)
+        offer_job(jobs, offered, read, count, number)
 
 
 @gluon_jit
 def multiply_tiles(  # type: ignore[no-untyped-def]
-    halves, columns, result, full, empty, jobs, offered, read, free, ready, come, taken, rank, first, rows, cols, depth,
+    halves, columns, result, full, empty, jobs, offered, read, free, ready, come, taken, rows, cols, depth,
     TURNED: gl.constexpr, ADD: gl.constexpr, RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Leave half of each of this program's tiles in `result`, one after the other. ADD: what comes from the other ranks is added to tiles
-    of this rank's rows.
+    of this rank's rows, which are numbered last.
     """
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     tiles = gl.cdiv(rows, 2 * HALF) * gl.cdiv(cols, BLOCK_N)
@@ -136,7 +137,7 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
         hopper.mbarrier.arrive(empty.index((used + STAGES - 1) % STAGES))
         hopper.mbarrier.wait(free, left & 1 ^ 1)
         if ADD:
-            if (rank + first + number // tiles) % RANKS == rank:
+            if number >= tiles * (RANKS - 1):
                 for part in gl.static_range(1, RANKS):
                     hopper.mbarrier.wait(come, added & 1)
                     sums += result.load(layout).to(gl.float32)
@@ -203,11 +204,10 @@ def shared(  # type: ignore[no-untyped-def]
     return uppers, lowers, columns, upper, lower, full, empty, jobs, offered, read, free, ready, come, taken
 
 
-@gluon_jit
+@gluon_jit(do_not_specialize=["rows", "cols", "depth"])
 def matmul_kernel(  # type: ignore[no-untyped-def]
     a, b, y, rows, cols, depth,
-    HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    TURNED: gl.constexpr, SECOND: gl.constexpr, LOADS: gl.constexpr, STORES: gl.constexpr,
+    TURNED: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """A program does every so many-th tile. a, b, y are descriptors."""
     uppers, lowers, columns, upper, lower, full, empty, jobs, offered, read, free, ready, come, taken = shared(
@@ -215,12 +215,12 @@ def matmul_kernel(  # type: ignore[no-untyped-def]
     )
     gl.warp_specialize(
         [
-            (multiply_tiles, (uppers, columns, upper, full, empty, jobs, offered, read, free, ready, come, taken, 0, 0, rows, cols, depth,
+            (multiply_tiles, (uppers, columns, upper, full, empty, jobs, offered, read, free, ready, come, taken, rows, cols, depth,
                               TURNED, False, 1, HALF, BLOCK_N, BLOCK_K, STAGES)),
-            (multiply_tiles, (lowers, columns, lower, full, empty, jobs, offered, read, free, ready, come, taken, 0, 0, rows, cols, depth,
+            (multiply_tiles, (lowers, columns, lower, full, empty, jobs, offered, read, free, ready, come, taken, rows, cols, depth,
                               TURNED, False, 1, HALF, BLOCK_N, BLOCK_K, STAGES)),
-            (load_tiles, (a, b, uppers, lowers, columns, full, empty, jobs, offered, read, 0, 0, 0, rows, cols, depth,
-                          False, TURNED, 1, HALF, BLOCK_N, BLOCK_K, STAGES, GROUP)),
+            (load_tiles, (a, b, uppers, lowers, columns, full, empty, jobs, offered, read, rows, cols, depth,
+                          TURNED, HALF, BLOCK_N, BLOCK_K, STAGES, GROUP)),
             (store_tiles, (y, upper, lower, jobs, offered, read, free, ready, rows, cols, HALF, BLOCK_N, GROUP)),
         ],
         [4, 1, 1],
@@ -236,8 +236,8 @@ def fits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def tiles_for(rows: int, cols: int) -> Tiles:
-    """The tiles of a result [rows, cols]."""
-    return Tiles(64, 256, 64, 3) if Tiles(64, 256, 64, 3).of(rows, cols) > 100 else Tiles(64, 128, 64, 5)
+    """The tiles of a result [rows, cols]: large ones, if most programs get one and a half of them at least."""
+    return Tiles(64, 256, 64, 3) if Tiles(64, 256, 64, 3).of(rows, cols) > 200 else Tiles(64, 128, 64, 6)
 
 
 def turned(b: torch.Tensor) -> bool:
@@ -251,8 +251,10 @@ def weights(b: torch.Tensor, tiles: Tiles) -> Any:
 
 
 def descriptor(x: torch.Tensor, rows: int, cols: int) -> Any:
-    """What the accelerator needs to know of x to copy its blocks [rows, cols]."""
-    return TensorDescriptor.from_tensor(x, [rows, cols], _layout(rows, cols))
+    """What the accelerator needs to know of x to copy its blocks [rows, cols]. Made without triton's checks, which `fits` stands for."""
+    made = object.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides, made.block_shape, made.layout = x, x.shape, x.stride(), [rows, cols], _layout(rows, cols)
+    return made
 
 
 @functools.cache
@@ -266,13 +268,30 @@ def programs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+_compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+
+
+def start(kernel: Any, running: int, device: torch.device, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """Start so many programs of a kernel that `constants` alone tell from others. Triton looks at all arguments only the first time, which
+    takes longer than a small product (host of an H200: 64 us; after that 28).
+    """
+    key = kernel, device, *constants.values()
+    if key in _compiled:
+        compiled, values = _compiled[key]
+        compiled[(running, 1, 1)](*args, *values)
+    else:
+        compiled = kernel[(running,)](*args, **constants, num_warps=4)
+        _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
+
+
 def launch(a: torch.Tensor, b: torch.Tensor, tiles: Tiles | None = None) -> torch.Tensor:
     """a [M, K] times b^T for b [N, K], in bfloat16: [M, N], new and contiguous. N and K are multiples of 8."""
     (rows, depth), cols = a.shape, b.shape[0]
     tiles = tiles or tiles_for(rows, cols)
     y = torch.empty(rows, cols, dtype=a.dtype, device=a.device)
-    matmul_kernel[(min(programs(a.device), tiles.of(rows, cols)),)](
-        descriptor(a, tiles.half, tiles.k), weights(b, tiles), descriptor(y, tiles.half, tiles.n),
-        rows, cols, depth, TURNED=turned(b), SECOND=REGISTERS[0], LOADS=REGISTERS[1], STORES=REGISTERS[2], **tiles.options(),
+    start(
+        matmul_kernel, min(programs(a.device), tiles.of(rows, cols)), a.device,
+        (descriptor(a, tiles.half, tiles.k), weights(b, tiles), descriptor(y, tiles.half, tiles.n), rows, cols, depth),
+        {"TURNED": turned(b), **tiles.options()},
     )  # fmt: skip
     return y

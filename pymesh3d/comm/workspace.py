@@ -26,6 +26,7 @@ class Workspace:
         self._memory: SymmetricBuffer | None = None
         self._flags: SymmetricBuffer | None = None
         self._slots: Slots | None = None
+        self.parts: list[torch.Tensor] = []  # every rank's slots, bytes
         self._trouble = torch.full((1,), -1, dtype=torch.int64, pin_memory=device.type == "cuda")
 
     def slots(self, size: int, length: int) -> Slots:
@@ -41,11 +42,12 @@ class Workspace:
             )
         size, length = (max(size, slots.size), max(length, slots.length)) if slots else (size, length)
         size = -(-max(size, 1) // ALIGNED) * ALIGNED
-        self._slots = None  # the new memory is made by all ranks together, when none of them uses the old any more
+        self._slots, self.parts = None, []  # the new memory is made by all ranks together, when none of them uses the old any more
         self._memory = SymmetricBuffer(2 * size, self._axis, self._device)
         self._flags = SymmetricBuffer(4 * self._axis.size * length, self._axis, self._device)
         self.counters.calls.zero_()
         self._slots = Slots(self._memory.addresses, self._flags.addresses, size, length)
+        self.parts = [self._memory.part(rank, (2 * size,), torch.uint8) for rank in range(self._axis.size)]
         return self._slots
 
     def part(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -72,6 +74,7 @@ class Workspace:
     def close(self) -> None:
         """Give the memory back."""
         self._slots = self._memory = self._flags = None
+        self.parts = []
 
 
 def workspace(op: str, axis: Axis, device: torch.device) -> Workspace:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from pymesh3d.axis import Axis
 from pymesh3d.comm.collectives import Pending, all_gather, all_reduce_, reduce_scatter
 from pymesh3d.ops.accumulate import add_grad, add_weight_grad
-from pymesh3d.ops.fused import fused, gathered_product, reduced_product, scattered_product
+from pymesh3d.ops.fused import gathered_product, reduced_product, scattered_product
 
 Buffers = tuple[torch.Tensor | None, torch.Tensor | None]
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # of x, weight, bias
@@ -41,8 +41,8 @@ def _sum_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def column_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: Axis, sequence_parallel: bool) -> torch.Tensor:
     """y[..., T, N/ranks] = x[..., T, K] weight[N/ranks, K]^T + bias."""
-    if sequence_parallel and fused(x, axis):
-        y = gathered_product(x, weight, axis)[0].movedim(0, -2)
+    if sequence_parallel and (done := gathered_product(x, weight, axis)) is not None:
+        y = done[0].movedim(0, -2)
         return y if bias is None else y + bias
     if sequence_parallel:
         x = gather_tokens(x, axis).wait().movedim(0, -2)
@@ -62,9 +62,9 @@ def column_backward(
     """The gather of x runs under the product for grad_x, whose reduction runs under the product for the weight, if not in one kernel."""
     gathered = gather_tokens(x, axis) if sequence_parallel and needs[1] else None
     grad_x = pending = None
-    if needs[0] and fused(grad_y, axis):
+    if needs[0]:
         grad_x = (scattered_product if sequence_parallel else reduced_product)(grad_y, weight.t(), axis)
-    elif needs[0]:
+    if needs[0] and grad_x is None:
         grad_x = grad_y.matmul(weight)
         pending = reduce_scatter(grad_x.movedim(-2, 0), axis) if sequence_parallel else all_reduce_(grad_x, axis)
     grad_weight = grad_bias = None
@@ -82,9 +82,8 @@ def column_backward(
 
 def row_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: Axis, sequence_parallel: bool) -> torch.Tensor:
     """y[..., T, N] = sum over ranks of x[..., T, K/ranks] weight[N, K/ranks]^T, plus bias."""
-    if fused(x, axis):
-        y = (scattered_product if sequence_parallel else reduced_product)(x, weight, axis)
-    else:
+    y = (scattered_product if sequence_parallel else reduced_product)(x, weight, axis)
+    if y is None:
         y = F.linear(x, weight)
         y = scatter_tokens(y, axis) if sequence_parallel else all_reduce_(y, axis).wait()
     return y if bias is None else y + bias
@@ -101,16 +100,16 @@ def row_backward(
     needs: Sequence[bool],
 ) -> Gradients:
     """The gathered gradient serves both products."""
-    in_one = sequence_parallel and needs[0] and fused(grad_y, axis)
-    gathered = gather_tokens(grad_y, axis) if sequence_parallel and not in_one else None
+    done = gathered_product(grad_y, weight.t(), axis) if sequence_parallel and needs[0] else None
+    gathered = gather_tokens(grad_y, axis) if sequence_parallel and done is None else None
     grad_x = grad_bias = None
     if bias is not None and needs[2]:
         grad_bias = add_grad(buffers[1], _sum_rows(grad_y, bias.dtype), bias.dtype)
-    if in_one:
-        grad_x, grad_y = (rows.movedim(0, -2) for rows in gathered_product(grad_y, weight.t(), axis))
+    if done is not None:
+        grad_x, grad_y = (rows.movedim(0, -2) for rows in done)
     elif gathered is not None:
         grad_y = gathered.wait().movedim(0, -2)
-    if needs[0] and not in_one:
+    if needs[0] and done is None:
         grad_x = grad_y.matmul(weight)
     grad_weight = add_weight_grad(buffers[0], _rows(grad_y), _rows(x)) if needs[1] else None
     return grad_x, grad_weight, grad_bias

@@ -14,7 +14,7 @@ from pymesh3d.comm.workspace import workspace
 from pymesh3d.errors import ConfigError
 from pymesh3d.mesh import Mesh, init_mesh
 from pymesh3d.ops import fused
-from pymesh3d.ops.fused import VARIABLE
+from pymesh3d.ops.choose import VARIABLE
 from pymesh3d.placement import Part
 from pymesh3d.tp.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from tests.kernels import needs_kernels

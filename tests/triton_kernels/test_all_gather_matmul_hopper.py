@@ -17,7 +17,7 @@ SHAPES: list[Shape] = [(300, 520, 200), (128, 256, 64), (128, 8, 8), (1024, 4096
 def values(half: int, n: int, k: int, stages: int) -> bool:
     """Shapes by turns over the same slots, each often, with ranks that are late by turns: right, and the same bits every time."""
     tiles = Tiles(half, n, k, stages)
-    bench = Bench(SHAPES, torch.bfloat16, "cuda", lambda ranks, shape, _: needed(ranks, shape[0], shape[2], tiles))
+    bench = Bench(SHAPES, torch.bfloat16, "cuda", lambda ranks, shape, _: needed(ranks, shape[0], shape[2], shape[1], tiles))
     parts = [bench.memory.part(rank, (2 * bench.slots.size,), torch.uint8) for rank in range(bench.ranks)]
     for seed, shape in enumerate(SHAPES):
         a, b = bench.operands(*shape, seed)
@@ -46,4 +46,4 @@ def test_values_between_gpus(tiles: Tiles) -> None:
 
 
 def test_slots_hold_the_rows_and_a_flag_for_each_run() -> None:
-    assert needed(2, 129, 65, Tiles(64, 256, 64, 3)) == (2 * 129 * 65 * 2, 3)
+    assert needed(2, 129, 65, 8, Tiles(64, 256, 64, 3)) == (2 * 129 * 65 * 2, 3)

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 ARCHITECTURES = (80, 90, 100)
-ORDERING = r"acquire|release|bar\.sync|bar\.warp\.sync|acq_rel|fence\.proxy\.async;|wait_group \t?0;|bulk\.tensor"
+ORDERING = r"acquire|release|bar\.sync|bar\.warp\.sync|acq_rel|fence\.proxy\.async;|wait_group \t?0;|bulk\.tensor|st\.global\.(v4|b16)"
 # name -> (file, kernel, types of its arguments in order, its constexpr arguments)
 PHILOX = " i64 i64 i64 i64 i64 i64 i32 i32 i64"
 DROPOUT = " i32 i32 i64 i64 i64 i64 i32 i32 i32 i32 i32 i64"
@@ -32,8 +32,8 @@ RUNS = {"RUNS": 512, "RUN": 8}
 TILES = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "GROUP": 8}
 SHARED = "*{0} *{0} *{0} *i64 *i64 *i32 *i64 *i64 i32" + " i64" * 8
 # In Gluon. A descriptor is "ROWSxCOLS" of its blocks in bfloat16.
-HOPPER = {"HALF": 64, "BLOCK_N": 256, "BLOCK_K": 64, "STAGES": 3, "GROUP": 8, "TURNED": False, "SECOND": 232, "LOADS": 40, "STORES": 40}
-TALKS = " *i64 *i32 *i64 *i64" + " i32" * 6 + " i64"
+HOPPER = {"HALF": 64, "BLOCK_N": 256, "BLOCK_K": 64, "STAGES": 3, "GROUP": 8, "TURNED": False}
+TALKS = " *i64 *i32 *i64 *i64{} i64"
 KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "philox normal float32": ("philox", "philox_fill_kernel", "*fp32" + PHILOX, {"NORMAL": True, "BLOCK_ROWS": 1, "BLOCK_COLS": 1024}),
     "philox normal bfloat16": ("philox", "philox_fill_kernel", "*bf16" + PHILOX, {"NORMAL": True, "BLOCK_ROWS": 1024, "BLOCK_COLS": 1}),
@@ -63,17 +63,22 @@ KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "hopper matmul": ("matmul_hopper", "matmul_kernel", "64x64 256x64 64x256 i32 i32 i32", HOPPER),
     "hopper matmul turned": ("matmul_hopper", "matmul_kernel", "64x64 64x256 64x256 i32 i32 i32", HOPPER | {"TURNED": True}),
     **{
-        f"hopper {what} of {ranks}": (
-            f"{file}_hopper",
-            f"{file}_kernel",
-            f"64x64 256x64 64x256 {slot}" + f" {slot}" * (ranks - 1) + TALKS,
+        f"hopper matmul reduce-scatter of {ranks}": (
+            "matmul_reduce_scatter_hopper",
+            "matmul_reduce_scatter_kernel",
+            "64x64 256x64 64x256 64x64 *i64" + TALKS.format(" i32" * 6),
+            HOPPER | {"RANKS": ranks},
+        )
+        for ranks in (2, 8)
+    },
+    **{
+        f"hopper all-gather matmul of {ranks}": (
+            "all_gather_matmul_hopper",
+            "all_gather_matmul_kernel",
+            "64x64 256x64 64x256" + " 64x64" * ranks + TALKS.format(" i32" * 8),
             HOPPER | {"RANKS": ranks} | {f"other_{turn}": None for turn in range(ranks, 8)},
         )
         for ranks in (2, 8)
-        for what, file, slot in (
-            ("matmul reduce-scatter", "matmul_reduce_scatter", "64x256"),
-            ("all-gather matmul", "all_gather_matmul", "64x64"),
-        )
     },
     "cross-entropy bfloat16": ("cross_entropy", "statistics_kernel", "*bf16" + SUMS.format("fp32"), RUNS | {"SMOOTHED": False}),
     "cross-entropy float16": ("cross_entropy", "statistics_kernel", "*fp16" + SUMS.format("fp32"), RUNS | {"SMOOTHED": True}),
@@ -187,15 +192,25 @@ def test_what_the_accelerator_moves_is_ordered_for_all_gpus(compiled: Path, case
     acquires = [at for at, line in enumerate(lines) if "ld.global.sys.acquire.b32" in line]
     releases = [at for at, line in enumerate(lines) if "atom.global.sys.release.exch.b32" in line]
     assert acquires and releases
-    for at in acquires:
-        after = [line for line in lines[at + 1 :] if "fence.proxy.async;" in line or "shared::cluster.global" in line]
-        assert "bar.warp.sync" in lines[at + 1] and "fence.proxy.async;" in after[0]
+    fences = [at for at, line in enumerate(lines) if "fence.proxy.async;" in line]
+    assert all("bar.warp.sync" in lines[at + 1] for at in acquires)
+    if "gather" in case:  # it waits for all ranks in a row
+        for at in acquires:
+            after = [line for line in lines[at + 1 :] if re.search(r"fence\.proxy\.async;|shared::(cta|cluster)\.global", line)]
+            assert "fence.proxy.async;" in after[0]
+    else:
+        assert len(fences) == len(acquires)
     of_data = releases[len(releases) // 2 :] if "gather" in case else releases  # the first of a gather only say that this rank has come
     for at in of_data:
         before = lines[:at]
-        stored = max(number for number, line in enumerate(before) if "global.shared::cta.bulk_group" in line)
-        arrived = max(number for number, line in enumerate(before) if "wait_group 0;" in line)
-        assert stored < arrived < at - 1 and "bar.warp.sync" in lines[at - 1]
+        assert "bar.warp.sync" in before[-1]
+        if "gather" in case:
+            stored = max(number for number, line in enumerate(before) if "global.shared::cta.bulk_group" in line)
+            arrived = max(number for number, line in enumerate(before) if "wait_group 0;" in line)
+            assert stored < arrived < at - 1
+        else:
+            assert any("st.global.v4" in line for line in before), "a tile goes out by the warp's own stores, which a release covers"
+            assert not any("st.global.b16" in line for line in lines), "16 bytes at once"
 
 
 if __name__ == "__main__":

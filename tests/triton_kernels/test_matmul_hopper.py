@@ -40,5 +40,5 @@ def test_what_fits() -> None:
 
 
 def test_small_results_get_small_tiles() -> None:
-    assert tiles_for(8192, 4096).n == 256 and tiles_for(512, 4096).n == 128
+    assert tiles_for(8192, 4096).n == 256 and tiles_for(1024, 4096).n == tiles_for(512, 4096).n == 128
     assert Tiles(64, 256, 64, 3).of(129, 257) == 4
