@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pymesh3d.axis import named
 from pymesh3d.comm.agree import exchange_numbers, exchange_text
 from pymesh3d.comm.collectives import all_reduce_, gather_rows
 from pymesh3d.comm.links import Expected
 from pymesh3d.comm.p2p import Links
-from pymesh3d.comm.watch import looked_after, on_host
+from pymesh3d.comm.watch import looked_after, on_host, wait_until
 from pymesh3d.comm.whole import whole
 from pymesh3d.config import ModelConfig, TrainConfig, validate
 from pymesh3d.dp.zero import Zero
@@ -38,6 +39,7 @@ from pymesh3d.tp.loss import vocab_parallel_cross_entropy
 from pymesh3d.tp.plan import parallelize_module
 
 IGNORE_INDEX = -100
+COMPARING = "comparing batches"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 Optimizer = Callable[[Iterable[dict[str, Any]]], torch.optim.Optimizer]
@@ -160,12 +162,13 @@ class Engine:
         self._divisor = torch.ones((), dtype=torch.int64, device=mesh.device)
         self.memory_gib = 0.0
         self._calls = 0  # of forward_backward since the last optimizer step
-        self._compared = False  # the shapes of the ranks' batches
+        self._compared = False  # whether the ranks' batches had one shape, of the first ones
+        self._shapes: _OnTheWay | None = None  # those of the ranks' batches, which the host has yet to look at
         held = held_layers(model.config, mesh.pp.size, config.virtual_pp)[mesh.pp.rank]
         last = mesh.pp.size * config.virtual_pp - 1
         self.stages: dict[int, Stage] = {}  # of this rank, by their number in the pipeline
         for number, layers in zip(range(mesh.pp.rank, last + 1, mesh.pp.size), held, strict=True):
-            part = functools.partial(model, layers=layers)
+            part = functools.partial(self._forward, layers=layers)
             self.stages[number] = Stage(part, first=number == 0, last=number == last, loss=self._loss)
 
     @property
@@ -184,6 +187,7 @@ class Engine:
 
         Called several times before `optimizer_step`, the gradients add up.
         """
+        self._require_ready(train=True)
         with looked_after("a step", self.mesh):
             microbatches = self._prepare(batch, train=True)
             self._calls += 1
@@ -191,7 +195,7 @@ class Engine:
 
     def optimizer_step(self) -> tuple[float, bool]:
         """Sum the gradients, agree on their norm, and update unless it is not finite. Returns the norm and whether a step was taken."""
-        self.mesh.require_in_step()
+        self._require_ready(train=True)
         self._calls = 0
         with looked_after("an update", self.mesh):
             try:
@@ -204,6 +208,7 @@ class Engine:
 
     def eval_step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
         """The mean loss over the valid tokens of a global batch, without gradients and dropout; the same on every rank."""
+        self._require_ready(train=False)
         schedule = "gpipe" if self.config.virtual_pp == 1 else self.config.schedule
         with looked_after("an evaluation", self.mesh):
             microbatches = self._prepare(batch, train=False)
@@ -251,13 +256,20 @@ class Engine:
             self._schedules[key] = (built.forwards if forward_only else built).steps(self.mesh.pp.rank)
         return self._schedules[key]
 
+    def _require_ready(self, *, train: bool) -> None:
+        """Refuse, before ranks wait for each other, what cannot end well. Raises ConfigError, DistributedError after a failed step."""
+        self.mesh.require_in_step()
+        _ = self.mesh.all.group  # a closed mesh has none, and says so; one process would not notice
+        if train and torch.is_inference_mode_enabled():
+            raise ConfigError(
+                "training within torch.inference_mode()",
+                "no gradient can go through tensors that are made there, nor can they be changed later",
+                "Train outside of it; eval_step may stay inside, and torch.no_grad() is for both",
+            )
+
     def _prepare(self, batch: tuple[torch.Tensor, torch.Tensor], *, train: bool) -> list[Microbatch]:
-        self.mesh.require_in_step()  # before dp ranks wait for each other
         batch = self._checked(batch)
-        if not self._compared:  # once, since the host waits for it
-            shapes = exchange_numbers(torch.tensor(batch[0].shape), self.mesh, "comparing batches")
-            self._require_one_batch([tuple(shape) for shape in shapes.tolist()], "shape of batch")
-            self._compared = True
+        self._compare_shapes(batch[0].shape)
         ids, targets = (part.to(self.mesh.device, torch.int64, non_blocking=True) for part in batch)
         self._divisor = all_reduce_((targets != IGNORE_INDEX).sum(), self.mesh.dp).wait().clamp(min=1)
         number = math.ceil(ids.shape[0] / self.config.micro_batch)
@@ -271,6 +283,41 @@ class Engine:
             first += i.shape[0]
         return microbatches
 
+    def _compare_shapes(self, shape: torch.Size) -> None:
+        """Raise DistributedError where ranks of one dp coordinate have batches of different shapes: what they exchange does not fit.
+
+        All ranks take part in every step, since none can know that another's shape has changed. Off GPUs they wait for each other, because
+        gloo ends the process when a message has another size than expected. On GPUs the host waits in the first step only; later on
+        the step is under way when `_look_at_shapes` tells of it.
+        """
+        mesh = self.mesh
+        if mesh.layout.world == mesh.dp.size:  # nobody shares a batch
+            return
+        mine = torch.tensor(shape)
+        if mesh.device.type == "cuda" and self._compared:
+            self._shapes = _OnTheWay(gather_rows(mine.pin_memory().to(mesh.device, non_blocking=True), mesh.all, COMPARING))
+        else:
+            self._require_one_shape(exchange_numbers(mine, mesh, COMPARING))
+            self._compared = True
+
+    def _look_at_shapes(self, *, waits: bool = True) -> None:
+        """Raise DistributedError where those on the way differ. If they are not here yet, wait for them, or do nothing."""
+        shapes = self._shapes
+        if shapes is None or not (waits or shapes.arrived()):
+            return
+        if not shapes.arrived():
+            with named(COMPARING, self.mesh.all):
+                wait_until(shapes.arrived, self.mesh.watched, self.mesh.timeout.total_seconds())
+        self._shapes = None
+        try:
+            self._require_one_shape(shapes.numbers)
+        except DistributedError as error:
+            self.mesh.fail(error)  # the step has begun, and what ranks wait for in it never comes
+            raise
+
+    def _require_one_shape(self, shapes: torch.Tensor) -> None:
+        self._require_one_batch([tuple(shape) for shape in shapes.tolist()], "shape of batch")
+
     def _masks(self, first: int, samples: int, held: int) -> Masks:
         """What dropout drops of the samples from `first` on, of which this rank holds `held` tokens each."""
         position = self.mesh.tp.rank * held if self.config.sequence_parallel else 0
@@ -281,6 +328,11 @@ class Engine:
         if not (isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(part, torch.Tensor) for part in batch)):
             raise ConfigError(f"a batch of type {type(batch).__name__}", "it must be two torch tensors", "Give (token ids, targets)")
         ids, targets = batch
+        for part in batch:
+            if part.is_meta or part.layout != torch.strided:
+                kind = "on the meta device" if part.is_meta else f"with layout {part.layout}"
+                instead = "Give it values" if part.is_meta else "Use .to_dense()"
+                raise ConfigError(f"a batch {kind}", "its tensors must be dense and hold values", instead)
         if not {ids.dtype, targets.dtype} <= {torch.int32, torch.int64}:
             raise ConfigError(
                 f"token ids of {ids.dtype}, targets of {targets.dtype}", "both must be whole numbers, int32 or int64", "Use .long()"
@@ -309,6 +361,13 @@ class Engine:
                     )
         return ids, targets
 
+    def _forward(self, *inputs: Any, layers: range) -> torch.Tensor:
+        """One stage's part of the model. It looks at the shapes too: where they differ the GPU stands, and once it has taken about 1,024
+        kernels more, the host does too."""
+        output: torch.Tensor = self.model(*inputs, layers=layers)
+        self._look_at_shapes(waits=False)
+        return output
+
     def _loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Sum over this microbatch's valid tokens, divided by their number in the whole global batch."""
         rows, labels = logits.transpose(0, 1).flatten(0, 1), targets.t().reshape(-1)
@@ -317,7 +376,13 @@ class Engine:
 
     def _run(self, steps: Sequence[Sequence[Action]], microbatches: Sequence[Microbatch], *, train: bool) -> tuple[float, int]:
         """The loss and the number of tokens of all ranks."""
-        return self._agree_on_loss(run(steps, self.stages, self.links, microbatches, train=train), microbatches)
+        try:
+            loss = run(steps, self.stages, self.links, microbatches, train=train)
+        except DistributedError:
+            self._look_at_shapes(waits=False)  # they may be the reason
+            raise
+        self._look_at_shapes()  # now, since the loss never comes where they differ
+        return self._agree_on_loss(loss, microbatches)
 
     def _agree_on_loss(self, loss: torch.Tensor, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
         """The sums of what the ranks report of a step: losses and tokens.
@@ -336,7 +401,8 @@ class Engine:
         row = torch.stack([value if isinstance(value, torch.Tensor) else torch.full_like(loss, value) for value in mine])
         reports = [_Report(*numbers) for numbers in on_host(gather_rows(row, mesh.all), "loss", mesh.all).tolist()]
         self._require_one_batch([report.batch for report in reports], "batch")
-        self._require_equal_sizes(reports)
+        if microbatches[0].masks is not None:  # evaluation draws none
+            self._require_equal_sizes(reports)
         self.memory_gib = max(report.memory_gib for report in reports)
         return sum(report.loss for report in reports), int(sum(report.tokens for report in reports))
 
@@ -353,11 +419,25 @@ class Engine:
 
     def _require_equal_sizes(self, reports: Sequence[_Report]) -> None:
         sizes = [int(reports[rank].samples) for rank in self.mesh.ranks[0, :, 0, 0]]
-        if self.config.dropout and len(set(sizes)) > 1:
+        if len(set(sizes)) > 1:
             raise DistributedError(
                 f"samples of each dp coordinate: {sizes}. With dropout, whose masks belong to places in the global batch, they must be "
                 "equal. Give every dp rank as many samples"
             )
+
+
+class _OnTheWay:
+    """A small tensor of the GPU that comes to the host behind what the current stream has to do by now. The host need not wait."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.numbers = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self.numbers.copy_(tensor, non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+
+    def arrived(self) -> bool:
+        """Whether `numbers` may be read."""
+        return self._copied.query()
 
 
 class _Report(NamedTuple):

@@ -100,6 +100,57 @@ def test_batches_of_different_sizes_are_refused(ranks: Ranks) -> None:
     assert all("samples of each dp coordinate: [6, 2]. With dropout" in text for text in ranks(2, uneven))
 
 
+def evaluated_unevenly(dropout: float) -> float:
+    """Of 2 samples on rank 0 and 3 on rank 1."""
+    engine = engine_with({"dp": 2}, dropout=dropout)
+    mine = slice(0, 2) if engine.mesh.rank == 0 else slice(2, 5)
+    loss = engine.eval_step((BATCH[0][mine], BATCH[1][mine]))
+    engine.mesh.close()
+    return loss
+
+
+def test_evaluation_takes_batches_of_different_sizes(ranks: Ranks) -> None:
+    """It draws no masks, whose places could not be told."""
+    assert ranks(2, evaluated_unevenly, 0.1) == ranks(2, evaluated_unevenly, 0.0)
+
+
+def losses_of_a_step(evaluates: bool) -> list[float]:
+    """Of three passes of one step, with or without an evaluation before each."""
+    engine, losses = engine_with({}, lr=0.0, weight_decay=0.0), []
+    for _ in range(3):
+        if evaluates:
+            engine.eval_step(BATCH)
+        losses.append(engine.forward_backward(BATCH)[0])
+    engine.mesh.close()
+    return losses
+
+
+def test_an_evaluation_changes_no_masks(ranks: Ranks) -> None:
+    (plainly,), (with_evaluation,) = ranks(1, losses_of_a_step, False), ranks(1, losses_of_a_step, True)
+    assert with_evaluation == plainly and len(set(plainly)) == 3
+
+
+def graphs_after_each_step() -> list[int]:
+    """How many graphs torch.compile has captured by then. What it would make of them is of no interest."""
+    compiled = torch.nn.Module.compile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.Module, "compile", lambda layer: compiled(layer, backend="eager"))
+        engine = engine_with({}, dropout=0.1, compile=True)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    counts = []
+    for _ in range(4):
+        engine.train_step(BATCH)
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    engine.mesh.close()
+    return counts
+
+
+def test_layers_are_compiled_once_though_masks_change(ranks: Ranks) -> None:
+    (counts,) = ranks(1, graphs_after_each_step)
+    assert counts[0] > 0 and counts == counts[:1] * 4
+
+
 def test_what_is_dropped() -> None:
     """Each place has masks of its own; p of the elements are 0, the others are scaled; samples of a part are those of the whole."""
     h = torch.ones(64 * 6, 32, dtype=torch.float64)  # sequences of 64 tokens, 6 samples
