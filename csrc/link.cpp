@@ -39,6 +39,8 @@ Link::Link(std::shared_ptr<const Gpu> gpu, std::shared_ptr<const Nccl> nccl, con
     gpu_->write(telling_, finished_, 0);  // fails here, and not in the first step, where a GPU cannot
     watch_ = std::thread([this, end = end_.get_future()] { watch(end); });
   } catch (...) {
+    communicator_.abort("the link could not be made");
+    communicator_.wait_for_abort(1.0);  // NCCL may still run on the stream
     for (const Event event : unused_) gpu_->destroy_event(event);
     gpu_->destroy_stream(stream_);
     if (telling_) gpu_->destroy_stream(telling_);

@@ -91,10 +91,10 @@ void transfer_that_never_comes_is_given_up() {
 void slow_transfers_are_not_given_up() {
   in_threads([](const Machine& machine, int rank) {
     std::vector<Numbers> received(8, Numbers(10));
-    End end(machine, rank, {0, 0, 0.5});
+    End end(machine, rank, {0, 0, 2.0});
     for (Numbers& numbers : received) {
       if (rank == 0) end.receive(numbers);
-      if (rank == 1) end.computing.run([] { std::this_thread::sleep_for(milliseconds(200)); });
+      if (rank == 1) end.computing.run([] { std::this_thread::sleep_for(milliseconds(300)); });
       if (rank == 1) end.send(numbers);
     }
     end.wait_for(8);
@@ -115,6 +115,21 @@ void call_that_is_stuck_is_given_up() {
     });
     EXPECT(!text_of<NcclError>([&] { end.send(numbers); }).empty());
     look.join();
+  });
+}
+
+// One that is late, and returns within the courtesy.
+void call_that_is_about_to_end_is_not_aborted() {
+  std::promise<void> ended;
+  in_threads([&](const Machine& machine, int rank) {
+    const Numbers numbers(100);
+    End end(machine, rank, {0, 0, 0.5});
+    if (rank == 1) return ended.get_future().wait();
+    machine.hang("ncclSend", 700);
+    EXPECT(text_of<NcclError>([&] { end.send(numbers); }).empty());
+    EXPECT(has(end.trouble(), "transfer 1 has not finished within 0.5"));
+    EXPECT(end.link.abort(soon));
+    ended.set_value();
   });
 }
 
@@ -154,6 +169,38 @@ void abort_of_a_stuck_call_keeps_to_its_limit() {
     EXPECT(seconds_of([&] { end->link.abort(0.02); }) < 0.5);
     EXPECT(end->link.abort(soon));
     stuck.join();
+  });
+}
+
+// The call and then NCCL's abort: the time that went by with the one is not there for the other.
+void abort_that_hangs_after_a_stuck_call_keeps_to_its_limit() {
+  with_silent_peer([](const Machine& machine, std::optional<End>& end) {
+    const Numbers numbers(100);
+    machine.hang("ncclSend", 1600);
+    machine.hang("ncclCommAbort", 1500);
+    std::thread stuck([&] {
+      machine.use_context();
+      text_of<NcclError>([&] { end->send(numbers); });
+    });
+    machine.until_it_hangs("ncclSend");
+    EXPECT(seconds_of([&] { EXPECT(!end->link.abort(1.0)); }) < 1.4);
+    stuck.join();
+    EXPECT(end->link.abort(soon));
+  });
+}
+
+// A thread is in NCCL to close: it is not aborted under it, unless it takes long, and goes no further then.
+void abort_while_the_link_closes() {
+  with_silent_peer([](const Machine& machine, std::optional<End>& end) {
+    machine.hang("ncclCommFinalize", 1500);
+    std::thread closing([&] {
+      machine.use_context();
+      end->link.close();
+    });
+    machine.until_it_hangs("ncclCommFinalize");
+    EXPECT(seconds_of([&] { EXPECT(end->link.abort(soon)); }) >= 0.4);
+    closing.join();
+    EXPECT(has(text_of<NcclError>([&] { end->link.check(); }), "has been aborted"));
   });
 }
 
@@ -232,6 +279,8 @@ void errors_name_call_rank_and_reason() {
       const std::string start = "a transfer between rank 4 and rank 5 failed: unhandled system error (2): ";
       EXPECT(text_of_transfer("ncclSend") == start + "ncclSend was told to fail");
       EXPECT(text_of_transfer("ncclRecv") == start + "ncclRecv was told to fail");
+      EXPECT(text_of_transfer("ncclGroupStart") == start + "ncclGroupStart was told to fail");
+      EXPECT(text_of_transfer("ncclGroupEnd") == start + "ncclGroupEnd was told to fail");
       EXPECT(text_of_transfer("cuEventRecord") == "cuEventRecord failed: unspecified launch failure (719)");
       EXPECT(text_of_transfer("cuStreamWaitEvent") == "cuStreamWaitEvent failed: unspecified launch failure (719)");
       machine.fail("ncclCommGetAsyncError", 1);
@@ -260,9 +309,12 @@ int main(int count, char** arguments) {
   RUN(transfer_that_never_comes_is_given_up);
   RUN(slow_transfers_are_not_given_up);
   RUN(call_that_is_stuck_is_given_up);
+  RUN(call_that_is_about_to_end_is_not_aborted);
   RUN(abort_that_hangs_is_left_alone);
   RUN(abort_does_not_wait_for_a_stuck_call);
   RUN(abort_of_a_stuck_call_keeps_to_its_limit);
+  RUN(abort_that_hangs_after_a_stuck_call_keeps_to_its_limit);
+  RUN(abort_while_the_link_closes);
   RUN(error_lets_a_call_end);
   RUN(abort_lets_a_call_end_and_no_other_begin);
   RUN(watching_and_aborting_from_other_threads);

@@ -176,6 +176,8 @@ void starting_that_fails_says_why() {
   const std::string call = "ncclCommInitRankConfig between rank 4 and rank 5 failed: ";
   machine.fail("ncclCommInitRankConfig", 1);
   EXPECT(refused(machine) == call + "unhandled system error (2): ncclCommInitRankConfig was told to fail");
+  machine.fail("cuCtxSetCurrent", 1);
+  EXPECT(refused(machine) == "cuCtxSetCurrent failed: unspecified launch failure (719)");
   EXPECT(refused(machine, {4, 2, soon}) == call + "invalid argument (4): numbers of CTAs that make no sense");
   EXPECT(has(refused(machine, {1, 2, 0.2}), "took longer than 0.2"));
   EXPECT(refused(machine) == call + "unhandled system error (2): rank 0 is there already");
@@ -183,10 +185,10 @@ void starting_that_fails_says_why() {
 
 // Rank 0 fails between the two steps of a start, or in the second.
 void starting_that_fails_halfway_leaves_nothing_behind() {
-  for (const std::string fails : {"ncclSend", "cuStreamCreateWithPriority"}) {
+  for (const std::string fails : {"ncclSend", "cuStreamCreateWithPriority", "cuEventQuery"}) {
     const int status = in_processes([&](const Machine& machine, int rank) {
       Numbers scratch(1);
-      if (rank == 0) machine.fail(fails.c_str(), fails == "ncclSend" ? 1 : 2);
+      if (rank == 0) machine.fail(fails.c_str(), 1);
       const std::string text = text_of<std::runtime_error>(
           [&] { Link(machine.gpu, machine.nccl, machine.id, ends(rank), piece(scratch).data, {0, 0, rank == 0 ? soon : 1.0}); });
       EXPECT(rank == 1 || has(text, (fails == "ncclSend" ? "connecting between rank 4 and rank 5" : fails) + " failed"));
@@ -244,6 +246,26 @@ void closed_link_gives_all_back() {
   EXPECT(status == 0);
 }
 
+// When the stream that writes there has come to the last transfer, and not at all if that takes too long: whoever gives it back waits too.
+void closed_link_gives_its_counter_back_after_the_last_write() {
+  for (const int late : {200, 1000}) {
+    const int status = in_processes([=](const Machine& machine, int rank) {
+      const Numbers sent(100, rank);
+      Numbers received(100);
+      std::optional<End> end(std::in_place, machine, rank);
+      end->wait_for(end->exchange(sent, received));
+      machine.hang("a write", late);
+      end->link.join(end->exchange(sent, received), end->computing.stream);
+      end->computing.synchronize();
+      end->link.close();
+      EXPECT(end->link.finished() == (late == 200 ? 2 : 1));
+      end.reset();
+      EXPECT(machine.host_memory() == (late == 200 ? 0 : 1));
+    });
+    EXPECT(status == 0);
+  }
+}
+
 // A transfer that nobody can follow ends the link, and nothing is counted twice.
 void transfer_that_cannot_be_followed_ends_the_link() {
   const int status = in_processes([](const Machine& machine, int rank) {
@@ -278,6 +300,35 @@ void close_that_fails_aborts() {
   EXPECT(status == 0);
 }
 
+void close_that_hangs_ends_in_time() {
+  const int status = in_processes([](const Machine& machine, int rank) {
+    std::optional<End> end(std::in_place, machine, rank, NcclOptions{0, 0, rank == 0 ? 0.3 : soon});
+    if (rank == 1) return end->link.close();
+    machine.hang("ncclCommDestroy", 2000);
+    EXPECT(seconds_of([&] { end->link.close(); }) < 1.5);
+    end.reset();
+    while (machine.alive()) std::this_thread::sleep_for(milliseconds(1));
+  });
+  EXPECT(status == 0);
+}
+
+// A peer that has closed before may look like a lost one.
+void errors_do_not_matter_to_a_link_that_closes() {
+  in_threads([](const Machine& machine, int rank) {
+    End end(machine, rank);
+    if (rank == 1) return end.link.close();
+    machine.hang("ncclCommFinalize", 300);
+    std::thread closing([&] {
+      machine.use_context();
+      end.link.close();
+    });
+    machine.until_it_hangs("ncclCommFinalize");
+    machine.fail("ncclCommGetAsyncError", 1);
+    closing.join();
+    EXPECT(has(text_of<NcclError>([&] { end.link.check(); }), "has been closed"));
+  });
+}
+
 // Nothing may be done to a communicator after ncclCommDestroy, whatever that returned.
 void close_destroys_once() {
   in_threads([](const Machine& machine, int rank) {
@@ -310,8 +361,11 @@ int main(int count, char** arguments) {
   RUN(end_without_close_does_not_wait);
   RUN(closed_link_says_so);
   RUN(closed_link_gives_all_back);
+  RUN(closed_link_gives_its_counter_back_after_the_last_write);
   RUN(transfer_that_cannot_be_followed_ends_the_link);
   RUN(close_that_fails_aborts);
+  RUN(close_that_hangs_ends_in_time);
+  RUN(errors_do_not_matter_to_a_link_that_closes);
   RUN(close_destroys_once);
   return failures;
 }

@@ -41,6 +41,7 @@ struct Machine {
   Library stub{library};
   void (*hang)(const char*, int) = stub.function<void(const char*, int)>("stub_hang");
   void (*fail)(const char*, int) = stub.function<void(const char*, int)>("stub_fail");
+  int (*is_to_hang)(const char*) = stub.function<int(const char*)>("stub_is_to_hang");
   void (*delay)(unsigned, unsigned) = stub.function<void(unsigned, unsigned)>("stub_delay");
   int (*alive)() = stub.function<int()>("stub_alive");
   int (*host_memory)() = stub.function<int()>("stub_host_memory");
@@ -52,6 +53,11 @@ struct Machine {
 
   // Each thread has a context of its own.
   void use_context() const { gpu->use(reinterpret_cast<Context>(1)); }
+
+  // Returns when somebody hangs in a call that was told to.
+  void until_it_hangs(const char* function) const {
+    while (is_to_hang(function)) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 
  private:
   template <typename Signature>

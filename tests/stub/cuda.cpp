@@ -148,7 +148,10 @@ Status error_string(Status status, const char** text) {
 
 Status get_context(void** current) { return *current = context, success; }
 
-Status set_context(void* current) { return context = current, success; }
+Status set_context(void* current) {
+  if (told_to_fail("cuCtxSetCurrent")) return launch_failed;
+  return context = current, success;
+}
 
 Status priority_range(int* least, int* greatest) { return *least = 0, *greatest = -5, success; }
 
@@ -163,6 +166,7 @@ Status stream_create(void** stream, unsigned flags, int priority) {
 
 Status stream_destroy(void* stream) {
   const Held held(lock);
+  if (nccl_runs_on(stream)) die("a stream is destroyed while NCCL runs on it");
   find_stream(stream)->destroyed = true;
   world.streams.erase(stream);
   changed.notify_all();
@@ -242,7 +246,10 @@ Status stream_write(void* stream, std::uint64_t address, std::uint64_t value, un
   if (flags != 0) die("a write with flags: it must come after all that the stream did before");
   if (told_to_fail("cuStreamWriteValue64")) return launch_failed;
   auto* const memory = reinterpret_cast<std::atomic<std::uint64_t>*>(address);
-  enqueue(stream, [=] { *memory = value; });
+  enqueue(stream, [=] {
+    told_to_fail("a write");  // it cannot fail any more, but be late
+    *memory = value;
+  });
   const Held held(lock);
   find_host_memory(memory) = now_on(stream);
   return success;
@@ -252,11 +259,16 @@ Status stream_write(void* stream, std::uint64_t address, std::uint64_t value, un
 
 extern "C" {
 
-// What tests ask for, in this process: that the next call of a function hangs, that the next few of it fail; and how many pieces of host
-// memory there are.
+// What tests ask for, in this process: that the next call of a function hangs, whether that is still to come, that the next few of it fail;
+// and how many pieces of host memory there are.
 void stub_hang(const char* function, int how_long) {
   const Held held(lock);
   world.hanging[function] = milliseconds(how_long);
+}
+
+int stub_is_to_hang(const char* function) {
+  const Held held(lock);
+  return static_cast<int>(world.hanging.count(function));
 }
 
 void stub_fail(const char* function, int times) {

@@ -4,8 +4,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <climits>
+#include <cstdint>
 #include <cstdio>
 #include <map>
 #include <memory>
@@ -26,14 +28,15 @@ namespace {
 constexpr Status system_error = 2, invalid_argument = 4, remote_error = 6;
 
 struct Comm {
-  int rank, socket;
-  int under_way = 0;  // groups that have not ended
+  int rank;
+  std::array<int, 2> sockets;       // the second is for the word that something has been received
+  std::multiset<void*> under_way{};  // the streams of groups that have not ended
   Status error = success;
   bool finalized = false, aborted = false;
 };
 
 struct Operation {
-  bool sends;
+  bool sends, awaited;
   char* data;
   std::size_t bytes;
   std::shared_ptr<Comm> comm;
@@ -44,6 +47,7 @@ struct World {
   std::map<void*, std::shared_ptr<Comm>> comms;
   std::mt19937 delays;
   unsigned longest_delay = 0;  // microseconds
+  bool rendezvous = false;
   std::set<std::string> texts{""};
   const char* last_error = "";
 };
@@ -80,20 +84,23 @@ const char* what_is_wrong_with(const Config& config) {
   return left_out || (0 < config.min_ctas && config.min_ctas <= config.max_ctas) ? nullptr : "numbers of CTAs that make no sense";
 }
 
-// Rank 0 waits for rank 1 under a name outside the file system. The socket, or -1.
-int meet(const UniqueId& id, int rank) {
+// Rank 0 waits for rank 1 under a name outside the file system. False if that is taken.
+bool meet(const UniqueId& id, int rank, std::array<int, 2>& sockets) {
   sockaddr_un address{AF_UNIX, {}};
   std::copy(id.bytes, id.bytes + sizeof address.sun_path - 1, address.sun_path + 1);
   const auto* where = reinterpret_cast<const sockaddr*>(&address);
-  const int mine = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  const auto make = [] { return socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0); };
   if (rank == 1) {
-    while (connect(mine, where, sizeof address) != 0) std::this_thread::sleep_for(milliseconds(1));
-    return mine;
+    for (int& mine : sockets)
+      for (mine = make(); connect(mine, where, sizeof address) != 0;) std::this_thread::sleep_for(milliseconds(1));
+    return true;
   }
-  const bool listens = bind(mine, where, sizeof address) == 0 && listen(mine, 1) == 0;
-  const int met = listens ? accept(mine, nullptr, nullptr) : -1;
-  close(mine);
-  return met;
+  const int door = make();
+  const bool listens = bind(door, where, sizeof address) == 0 && listen(door, 2) == 0;
+  if (listens)
+    for (int& met : sockets) met = accept(door, nullptr, nullptr);
+  close(door);
+  return listens;
 }
 
 std::shared_ptr<Comm> find_comm(void* handle, const char* function) {
@@ -105,14 +112,16 @@ std::shared_ptr<Comm> find_comm(void* handle, const char* function) {
 
 // What is under way ends at once, or is waited for.
 void destroy(void* handle, const char* function, bool at_once) {
+  if (!has_context()) die(std::string(function) + " on a thread without a context");
   const auto comm = find_comm(handle, function);
   Held held(lock);
   world.comms.erase(handle);
   comm->aborted = at_once;
-  if (at_once) shutdown(comm->socket, SHUT_RDWR);
+  if (at_once)
+    for (const int socket : comm->sockets) shutdown(socket, SHUT_RDWR);
   changed.notify_all();
-  changed.wait(held, [&] { return comm->under_way == 0; });
-  close(comm->socket);
+  changed.wait(held, [&] { return comm->under_way.empty(); });
+  for (const int socket : comm->sockets) close(socket);
 }
 
 // `step` is send or recv. False if the connection ends before all bytes are through.
@@ -127,15 +136,20 @@ bool all(Step step, int socket, char* data, std::size_t bytes) {
   return true;
 }
 
-// The number of bytes goes ahead, so that ends which do not match are noticed.
+// The number of bytes goes ahead, so that ends which do not match are noticed, and whether the sender waits until it hears of the arrival.
 bool move(const Operation& operation) {
-  std::size_t bytes = operation.bytes;
-  char* const head = reinterpret_cast<char*>(&bytes);
-  const int socket = operation.comm->socket;
-  if (operation.sends) return all(send, socket, head, sizeof bytes) && all(send, socket, operation.data, bytes);
-  if (!all(recv, socket, head, sizeof bytes)) return false;
+  std::array<std::uint64_t, 2> head{operation.bytes, operation.awaited};
+  char* const start = reinterpret_cast<char*>(head.data());
+  char word = 0;
+  const auto [data, words] = operation.comm->sockets;
+  if (operation.sends) {
+    const bool sent = all(send, data, start, sizeof head) && all(send, data, operation.data, operation.bytes);
+    return sent && (!operation.awaited || all(recv, words, &word, 1));
+  }
+  if (!all(recv, data, start, sizeof head)) return false;
+  const auto [bytes, awaited] = head;
   if (bytes != operation.bytes) die(std::to_string(bytes) + " bytes sent, " + std::to_string(operation.bytes) + " expected");
-  return all(recv, socket, operation.data, bytes);
+  return all(recv, data, operation.data, operation.bytes) && (!awaited || all(send, words, &word, 1));
 }
 
 // All operations at the same time, as one kernel does it. A group that has lost its peer waits until it is aborted.
@@ -157,18 +171,21 @@ void run_group(const std::vector<Operation>& group) {
       remember("the peer has closed the connection");
       changed.wait(held, [&] { return comm.aborted; });
     }
-  --comm.under_way;
+  comm.under_way.erase(comm.under_way.find(group[0].stream));
   changed.notify_all();
 }
 
-Status launch_group() {
+void begin_group() { ++depth; }
+
+Status end_group() {
+  if (--depth) return success;
   const auto group = std::exchange(operations, {});
   if (const Status error = std::exchange(group_error, success); error != success) return error;
   if (group.empty()) return success;
   for (const Operation& other : group)
     if (other.comm != group[0].comm || other.stream != group[0].stream) die("a group of several communicators or streams");
   Held held(lock);
-  ++group[0].comm->under_way;
+  group[0].comm->under_way.insert(group[0].stream);
   held.unlock();
   enqueue(group[0].stream, [group] { run_group(group); });
   return success;
@@ -183,22 +200,31 @@ Status add(const char* function, bool sends, const void* data, std::size_t count
   const Held held(lock);
   if (comm->finalized) die(std::string(function) + " on a communicator that has been finalized");
   if (comm->aborted) return group_error = remote_error;  // while it was hanging
-  operations.push_back({sends, static_cast<char*>(const_cast<void*>(data)), count, comm, stream});
+  operations.push_back({sends, world.rendezvous, static_cast<char*>(const_cast<void*>(data)), count, comm, stream});
   return success;
 }
 
 }  // namespace
 
+bool stub::nccl_runs_on(void* stream) {
+  return std::any_of(world.comms.begin(), world.comms.end(), [=](const auto& comm) { return comm.second->under_way.count(stream); });
+}
+
 void stub::remember(const std::string& text) { world.last_error = world.texts.insert(text).first->c_str(); }
 
 extern "C" {
 
-// What tests ask for, in this process: that every group waits up to so long before it moves anything; and how many streams, events and
-// communicators there are.
+// What tests ask for, in this process: that every group waits up to so long before it moves anything; that a send ends when it has been
+// received, as one does that is larger than NCCL's buffers, and not before; and how many streams, events and communicators there are.
 void stub_delay(unsigned longest, unsigned seed) {
   const Held held(lock);
   world.longest_delay = longest;
   world.delays.seed(seed);
+}
+
+void stub_rendezvous(int on) {
+  const Held held(lock);
+  world.rendezvous = on;
 }
 
 int stub_alive() {
@@ -220,30 +246,34 @@ Status ncclCommInitRankConfig(void** comm, int ranks, UniqueId id, int rank, Con
   if (told_to_fail(__func__)) return system_error;
   if (ranks != 2 || rank < 0 || rank > 1) return failed(invalid_argument, "rank " + std::to_string(rank) + " of " + std::to_string(ranks));
   if (const char* wrong = what_is_wrong_with(*config)) return failed(invalid_argument, wrong);
-  const int socket = meet(id, rank);
-  if (socket < 0) return failed(system_error, "rank 0 is there already");
+  const auto made = std::make_shared<Comm>(Comm{rank, {}});
+  if (!meet(id, rank, made->sockets)) return failed(system_error, "rank 0 is there already");
   const Held held(lock);
-  world.comms[*comm = new_handle()] = std::make_shared<Comm>(Comm{rank, socket});
+  world.comms[*comm = new_handle()] = made;
   return success;
 }
 
-Status ncclGroupStart() { return ++depth, success; }
+Status ncclGroupStart() {
+  if (told_to_fail(__func__)) return system_error;
+  return begin_group(), success;
+}
 
 Status ncclGroupEnd() {
   if (!depth) die("the end of a group that nobody began");
-  return --depth ? success : launch_group();
+  if (told_to_fail(__func__)) group_error = system_error;
+  return end_group();
 }
 
 Status ncclSend(const void* data, std::size_t count, int type, int peer, void* comm, void* stream) {
-  ncclGroupStart();  // a group of its own where there is no other
+  begin_group();  // one of its own where there is no other
   const Status added = add(__func__, true, data, count, type, peer, comm, stream);
-  return std::max(added, ncclGroupEnd());
+  return std::max(added, end_group());
 }
 
 Status ncclRecv(void* data, std::size_t count, int type, int peer, void* comm, void* stream) {
-  ncclGroupStart();
+  begin_group();
   const Status added = add(__func__, false, data, count, type, peer, comm, stream);
-  return std::max(added, ncclGroupEnd());
+  return std::max(added, end_group());
 }
 
 Status ncclCommGetAsyncError(void* handle, Status* error) {
@@ -256,10 +286,11 @@ Status ncclCommGetAsyncError(void* handle, Status* error) {
 
 Status ncclCommFinalize(void* handle) {
   const auto comm = find_comm(handle, __func__);
+  if (!has_context()) die("ncclCommFinalize on a thread without a context");
   if (told_to_fail(__func__)) return system_error;
   Held held(lock);
   comm->finalized = true;
-  changed.wait(held, [&] { return comm->under_way == 0; });
+  changed.wait(held, [&] { return comm->under_way.empty(); });
   return success;
 }
 

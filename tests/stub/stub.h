@@ -31,5 +31,6 @@ void enqueue(void* stream, std::function<void()> work);
 void* new_handle();  // no handle is used twice, so that a late call is noticed
 std::size_t streams_and_events();
 void remember(const std::string& text);  // what NCCL says last
+bool nccl_runs_on(void* stream);         // and nobody has aborted it
 
 }  // namespace stub
