@@ -9,8 +9,10 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from pymesh3d import __version__
 from pymesh3d.comm import native
@@ -210,6 +212,36 @@ def test_links_under_the_sanitizers(quick_links: dict[tuple[str, str], subproces
 @pytest.mark.parametrize("kind", SANITIZERS)
 def test_many_transfers_with_long_delays(sanitized: dict[str, Path], kind: str) -> None:
     expect_success(started(sanitized[kind] / "link_test", sanitized[kind] / "libstub.so", "10000"))
+
+
+@needs_core
+@pytest.mark.parametrize(
+    ("found", "of_torch", "blocking", "text"),
+    [
+        ((2, 28, 9), (2, 28, 9), "", ""),
+        ((2, 28, 9), (2, 28, 9), "1", ""),
+        ((2, 27, 3), (2, 28, 9), "", "the NCCL found is (2, 27, 3) in /lib/libnccl.so.2, torch has (2, 28, 9)"),
+        ((2, 28, 9), None, "", "the NCCL found is (2, 28, 9) in /lib/libnccl.so.2, torch has ()"),
+        ((), (2, 28, 9), "", "NCCL cannot be opened: no such file"),
+        ((2, 28, 9), (2, 28, 9), "0", "NCCL_COMM_BLOCKING=0 is set, and they need blocking communicators"),
+    ],
+)
+def test_why_the_bindings_cannot_be_used_beside_torchs(
+    monkeypatch: pytest.MonkeyPatch, found: tuple[int, ...], of_torch: tuple[int, ...] | None, blocking: str, text: str
+) -> None:
+    """`of_torch`: None without a GPU."""
+    probe = SimpleNamespace(version=found, path="/lib/libnccl.so.2", error="" if found else "no such file")
+    monkeypatch.setattr(native._C, "probe", lambda name: {"nccl": probe}[name])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: of_torch is not None)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: of_torch)
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", blocking)
+    assert native.no_nccl() == text
+
+
+def test_nothing_can_be_used_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "available", False)
+    monkeypatch.setattr(native, "reason", "not built")
+    assert native.no_nccl() == "the compiled part is not built"
 
 
 STALE = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from pymesh3d.bench import p2p
 from pymesh3d.comm.links import Expected
 from pymesh3d.errors import ConfigError
+from pymesh3d.mesh import init_mesh
 
 Ranks = Callable[..., list[Any]]
 ROOT = Path(__file__).parents[2]
@@ -39,6 +41,23 @@ def test_one_gpu_has_nobody_to_send_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match=r"1 GPU: messages go between two\. Run it where there are more, or on the CPU"):
         p2p.main()
+
+
+PAUSE = 0.01  # seconds
+
+
+def times_of_a_pause() -> tuple[float, float]:
+    """Of rank 1 it is twice as long."""
+    mesh = init_mesh(pp=2, device="cpu")
+    times = p2p.timed(lambda: time.sleep(PAUSE * (1 + mesh.rank)), mesh, 10)
+    mesh.close()
+    return times
+
+
+def test_times_are_of_one_run_and_of_the_slowest_rank(ranks: Ranks) -> None:
+    """In microseconds. A busy machine makes them longer, but not as long as all ten together."""
+    one, other = ranks(2, times_of_a_pause)
+    assert one == other and all(2e6 * PAUSE <= time < 15e6 * PAUSE for time in one)
 
 
 class Recorded:

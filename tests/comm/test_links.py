@@ -40,6 +40,7 @@ class End:
     def __init__(self, library: str) -> None:
         self.machine = stub.Machine(library)
         self.machine.use_context()
+        self.machine.rendezvous()
         self.libraries = native.libraries(cuda=library, nccl=library)
         self.rank = dist.get_rank()
         self._scratch = torch.zeros(1, dtype=torch.uint8)
@@ -122,6 +123,33 @@ def test_flush_makes_the_stream_wait_and_not_the_host(ranks: Ranks, library: str
     assert ranks(2, flush_then_receive, library) == [(0, 1, 0), [0.0, LARGE - 1.0]]
 
 
+def flush_after_sends(library: str) -> list[int]:
+    """The numbers of the transfers that rank 0 makes its stream wait for when it flushes three sends."""
+    end, joined = End(library), []
+
+    def join(number: int, stream: int) -> None:
+        joined.append(number)
+        end.native.join(number, stream)
+
+    if end.rank == 0:
+        end.link._native = SimpleNamespace(transfer=end.native.transfer, join=join)  # type: ignore[assignment]
+        for microbatch in range(3):
+            end.link.send(torch.ones(1), microbatch)
+        end.link.flush()
+    else:
+        received = []  # kept until the stream has come to them
+        for microbatch in range(3):
+            end.link.post(Expected((1,), torch.float32, microbatch))
+            received.append(end.link.take())
+    end.close()
+    return joined
+
+
+def test_flush_waits_for_the_newest_send(ranks: Ranks, library: str) -> None:
+    """All before it have left by then; the memory of what was sent is given away behind it."""
+    assert ranks(2, flush_after_sends, library) == [[3], []]
+
+
 def not_contiguous(library: str) -> list[list[float]] | None:
     end, found = End(library), None
     if end.rank == 0:
@@ -202,6 +230,59 @@ def test_both_layers_name_the_same_ranks(ranks: Ranks, library: str) -> None:
     reason = "a transfer between rank 2 and rank 1 failed: the communicator has been aborted"
     assert told.startswith(f"rank 2: send of gradients of microbatch 7 over axis pp with ranks [1] failed: {reason}.")
     assert given_up == [ABORT]
+
+
+def opened(library: str) -> dict[str, Any]:
+    """Of two stages' links on a mesh with a limit of 7 s: the limits that their ends get, how many transfers of theirs end within 5 s
+    before anybody uses them, and, beside the first, which links a ring has."""
+    limits: list[float] = []
+    link = native.link
+
+    def recorded(*arguments: Any, timeout: float) -> Any:
+        limits.append(timeout)
+        return link(*arguments, timeout=timeout)
+
+    mesh = init_mesh(pp=2, device="cpu", timeout_s=7)
+    with stub.under_links(library), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "link", recorded)
+        links = Links(mesh)
+        (end,) = mesh.watched[:1]
+        used = until(lambda: end.finished() == 2, 5.0)  # type: ignore[attr-defined]
+        ring = Links(mesh, ring=True)
+        found = {
+            "limits": limits,
+            "used": used,
+            "ends": [link is not None for link in (links.before, links.after)],
+            "ring": [link is not None for link in (ring.before, ring.after)],
+            "shared": (Links(mesh).before or Links(mesh).after) is (links.before or links.after),
+        }
+        dist.barrier()
+        mesh.close()
+    return found
+
+
+def test_links_have_the_limit_of_the_mesh_are_used_at_once_and_kept_by_their_form(ranks: Ranks, library: str) -> None:
+    """The first and second of a ring of two are joined twice."""
+    every = {"limits": [7.0] * 3, "used": True, "ring": [True, True], "shared": True}
+    assert ranks(2, opened, library) == [every | {"ends": [False, True]}, every | {"ends": [True, False]}]
+
+
+def opened_over_each(library: str) -> list[str]:
+    """What links of one mesh are, made over torch.distributed, over our bindings, and over torch.distributed again."""
+    mesh = init_mesh(pp=2, device="cpu")
+    links = [Links(mesh)]
+    with stub.under_links(library):
+        links.append(Links(mesh))
+        dist.barrier()
+    links.append(Links(mesh))
+    names = [type(link.before or link.after).__name__ for link in links]
+    with stub.under_links(library):
+        mesh.close()
+    return names
+
+
+def test_links_are_kept_by_their_transport(ranks: Ranks, library: str) -> None:
+    assert ranks(2, opened_over_each, library) == [["TorchLink", "NcclLink", "TorchLink"]] * 2
 
 
 def failing_calls(library: str) -> list[str] | list[float]:

@@ -176,6 +176,16 @@ def test_selective_recompute_gives_the_same_bits_and_keeps_what_is_dear() -> Non
     assert 2 * SMALL.dim + 2 * SMALL.ffn <= saved <= 4 * SMALL.dim + 2 * SMALL.ffn + 2
 
 
+def test_a_part_of_what_is_computed_again_is_the_same_part() -> None:
+    """Backward gets it from where it lay: here the last two of four rows."""
+    x = torch.randn(4, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
+    w = torch.ones(2, 3, dtype=DOUBLE, requires_grad=True)
+    with recompute.computed_again(torch.tanh, x.clone().requires_grad_()) as y:
+        summed = (y[2:] * w).sum()
+    summed.backward()
+    assert w.grad is not None and torch.equal(w.grad, torch.tanh(x)[2:])
+
+
 def test_a_tied_weight_is_one_parameter_with_both_gradients() -> None:
     tied = model_of(dataclasses.replace(SMALL, tied=True))
     untied = model_of(SMALL)

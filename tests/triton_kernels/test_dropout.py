@@ -148,6 +148,13 @@ def test_any_strides_are_read_and_the_result_is_contiguous(run: Any, step: int) 
         assert got.is_contiguous() and torch.equal(whole, before)
 
 
+@pytest.mark.parametrize("run", BOTH)
+def test_columns_of_a_wider_tensor_are_read_where_they_lie(run: Any) -> None:
+    """They are a whole tensor of 8 columns, whose rows do not follow each other in memory."""
+    part = noise(4, 16).to(DEVICE if run is launch else "cpu")[:, :8]
+    assert torch.equal(run(part, **MASK, global_cols=8), run(part.contiguous(), **MASK, global_cols=8))
+
+
 @pytest.mark.parametrize("run", [*BOTH, dropout])
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (0, 0)])
 def test_an_empty_shard_stays_empty(run: Any, shape: tuple[int, ...]) -> None:
