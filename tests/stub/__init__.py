@@ -51,6 +51,10 @@ class Machine:
         """Let every transfer wait up to so many microseconds."""
         self._stub.stub_delay(longest, seed)
 
+    def rendezvous(self) -> None:
+        """Let each send of this process end when it has been received, and not before: larger ones than NCCL's buffers do so."""
+        self._stub.stub_rendezvous(1)
+
     def _driver_function(self, name: str) -> Callable[[int], int]:
         address = ctypes.c_void_p()
         assert self._stub.cuGetProcAddress(name.encode(), ctypes.byref(address), 12000, ctypes.c_uint64(0)) == 0
@@ -62,6 +66,7 @@ def under_links(library: str) -> Iterator[Machine]:
     """Let the links of a mesh on the CPU run over the library, as they do over CUDA and NCCL."""
     machine = Machine(library)
     machine.use_context()
+    machine.rendezvous()
     libraries = native.libraries(cuda=library, nccl=library)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "libraries", lambda: libraries)
