@@ -1,34 +1,27 @@
-"""Times all-gather + GEMM in one kernel against NCCL's collective followed by torch's product."""
+"""Times all-gather + GEMM in one kernel against NCCL's collective followed by torch's product, and against torch's fused one."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from ..comm.collectives import all_gather
-from ..triton_kernels import all_gather_matmul, all_gather_matmul_hopper
 from . import products
 
 
-def plain_slots(ranks: int, tokens: int, cols: int, depth: int) -> tuple[int, int]:
-    """Those of the plain kernel."""
-    return all_gather_matmul.needed(ranks, tokens // ranks, depth, torch.bfloat16)
+def torch_fused(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
+    """Of torch's symmetric memory; it copies what is not there yet."""
+    y: torch.Tensor = torch.ops.symm_mem.fused_all_gather_matmul(a, [b], 0, group)[1][0]
+    return y
 
 
-def hopper_slots(ranks: int, tokens: int, cols: int, depth: int) -> tuple[int, int]:
-    """Those of the kernel in Gluon."""
-    return all_gather_matmul_hopper.needed(ranks, tokens // ranks, depth, cols // ranks)
+OP = products.Op("all_gather_matmul", True, lambda ranks: (ranks - 1) / ranks, all_gather, torch_fused)
 
 
-FORMS = {
-    "plain": products.plain(all_gather_matmul.launch, plain_slots),
-    "hopper": products.hopper(all_gather_matmul_hopper.launch, hopper_slots, least=128),
-}
-OP = products.Op("all_gather_matmul", True, products.UP, all_gather, FORMS)
-
-
-def main(json_file: str | None = None) -> int:
-    """Measures over all GPUs of this machine, or 2 processes on the CPU; prints the table and writes `json_file`."""
-    return products.main(OP, json_file)
+def main(json_file: str | None = None, **options: Any) -> int:
+    """As `products.main`."""
+    return products.main(OP, json_file, **options)
 
 
 if __name__ == "__main__":

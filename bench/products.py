@@ -1,141 +1,264 @@
-"""How products that talk to other ranks in one kernel are timed against torch's product and the collective: by turns, eager."""
+"""How products that talk to other ranks in one kernel are timed against torch's product and the collective, and against torch's own.
+
+Sizes are those of the layers of models: M tokens over all ranks; what belongs to a backward pass has its weights turned. All take turns,
+eager, and captured in a CUDA graph.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import functools
+import json
+import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from rich.progress import track
 
 from ..axis import Axis
-from ..comm.symmetric import SymmetricBuffer
+from ..comm.agree import exchange_numbers
+from ..comm.workspace import Workspace
+from ..errors import ConfigError
 from ..launch import launch
 from ..mesh import Mesh, init_mesh
-from ..triton_kernels import backend
-from ..triton_kernels.matmul_hopper import fits
-from ..triton_kernels.matmul_reduce_scatter import Slots
-from ..triton_kernels.signals import Counters
+from ..ops.choose import IMPLEMENTATIONS, can, tuned
+from ..ops.fused import FUSED
 from . import report
-from .p2p import timed
 
+TOKENS = {"cuda": (512, 2048, 8192, 16384), "cpu": (32,)}
+COLUMN = ("qkv", "up")  # layers that gather tokens before their product; the others scatter them after it, and backward it is the reverse
+LAYERS = {  # out features, in features; qkv and up are of all matrices that share an input
+    "tiny": {"up": (24, 16), "down": (24, 16)},
+    "llama-8b": {"qkv": (6144, 4096), "out": (4096, 4096), "up": (28672, 4096), "down": (4096, 14336)},
+    "llama-70b": {"qkv": (10240, 8192), "out": (8192, 8192), "up": (57344, 8192), "down": (8192, 28672)},
+}
+SHAPES = {"cuda": "llama-8b,llama-70b", "cpu": "tiny"}
 ROUNDS = {"cuda": 50, "cpu": 1}
+MOST, LEAST, ENOUGH = 20, 2, 2e12  # calls that are timed as one: so many operations, that the host's head start does not count
+LINK = 64 << 20  # bytes that are copied to measure the link
 COLUMNS = {
+    "layer": ("", ""),
     "tokens": ("M", ","),
     "cols": ("N", ","),
     "depth": ("K", ","),
-    "plain_us": ("one plain\nkernel, us", ",.0f"),
-    "hopper_us": ("one for\nHopper, us", ",.0f"),
-    "unfused_us": ("product and\ncollective, us", ",.0f"),
-    "product_us": ("product\nalone, us", ",.0f"),
-    "collective_us": ("collective\nalone, us", ",.0f"),
-    "speed": ("speed,\nboth = 1", ".2f"),
+    "mode": ("", ""),
+    "product_us": ("product\nalone, us", ",.1f"),
+    "floor_us": ("floor,\nus", ",.1f"),
+    "unfused_us": ("product and\ncollective, us", ",.1f"),
+    "torch_us": ("torch's\nfused, us", ",.1f"),
+    "ours_us": ("ours,\nus", ",.1f"),
+    "ours": ("", ""),
+    "speed": ("speed, best\nother = 1", ".2f"),
+    "of_floor": ("time,\nfloor = 1", ".2f"),
 }
-# M, N, K over all ranks: the projections down, or up, of the 8B and the 70B model
-DOWN = {"cuda": [(m, *size) for size in ((4096, 14336), (8192, 28672)) for m in (512, 2048, 8192)], "cpu": [(32, 24, 16)]}
-UP = {"cuda": [(m, *size) for size in ((28672, 4096), (57344, 8192)) for m in (512, 2048, 8192)], "cpu": [(32, 24, 16)]}
-
-Slotted = Callable[[torch.Tensor, torch.Tensor, SymmetricBuffer, Slots, Counters, Axis], torch.Tensor]
 
 
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """A kernel: `needed(ranks, M, N, K)` is the size and length of its slots, `run` starts it, `fits` says whether it can."""
+class Cell(NamedTuple):
+    """A product of M tokens: [M, K] times weights [N, K]^T, over all ranks; `turned`: the transpose of the weights is what is kept."""
 
-    needed: Callable[[int, int, int, int], tuple[int, int]]
-    run: Slotted
-    fits: Callable[[torch.Tensor, torch.Tensor], bool]
+    layer: str
+    tokens: int
+    cols: int
+    depth: int
+    turned: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """`name`: of the benchmark's file. `gathers`: its collective comes before the product, whose rows it gathers, and each rank has a part
-    of N; otherwise it comes after, and each has a part of K."""
+    """`name`: as in `FUSED`. `gathers`: its collective comes before the product, whose rows it gathers, and each rank has a part of N;
+    otherwise it comes after, and each has a part of K. `sent`: the share of the gathered rows, or of the result, that a rank receives.
+    """
 
     name: str
     gathers: bool
-    sizes: Mapping[str, Sequence[tuple[int, int, int]]]
+    sent: Callable[[int], float]
     collective: Callable[[torch.Tensor, Axis], Any]
-    forms: Mapping[str, Form]
+    torch_fused: Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor] | None = None
 
 
-def measure(op: Op, mesh: Mesh, tokens: int, cols: int, depth: int) -> report.Row:
-    """Medians in us, in bfloat16."""
+def cells(op: Op, models: Sequence[str], tokens: Sequence[int]) -> Iterator[Cell]:
+    """Those of the layers of these models in which the op occurs."""
+    for model in models:
+        for layer, (out, into) in LAYERS[model].items():
+            for count in tokens:
+                if (layer in COLUMN) == op.gathers:
+                    yield Cell(f"{model} {layer}", count, out, into, False)
+                else:
+                    yield Cell(f"{model} {layer}, backward", count, into, out, True)
+
+
+def measure(op: Op, mesh: Mesh, cell: Cell, shares: dict[str, Workspace], link: float | None, rounds: int) -> list[report.Row]:
+    """A row for eager calls and, on GPUs, one for a graph: medians in us, in bfloat16, the largest over ranks."""
     axis, ranks = mesh.tp, mesh.tp.size
-    rows, across, along = (tokens // ranks, cols // ranks, depth) if op.gathers else (tokens, cols, depth // ranks)
-    a, b = (torch.randn(size, along, device=mesh.device).to(torch.bfloat16) for size in (rows, across))
+    rows = cell.tokens // ranks if op.gathers else cell.tokens
+    cols, depth = (cell.cols // ranks, cell.depth) if op.gathers else (cell.cols, cell.depth // ranks)
+    a = torch.randn(rows, depth, device=mesh.device).to(torch.bfloat16)
+    b = torch.randn(depth, cols, device=mesh.device).to(torch.bfloat16).t()
+    b = b if cell.turned else b.contiguous()
     whole = op.collective(a, axis).wait() if op.gathers else a @ b.t()
     runs: dict[str, Callable[[], object]] = {
-        "unfused": (lambda: op.collective(a, axis).wait() @ b.t()) if op.gathers else (lambda: op.collective(a @ b.t(), axis).wait()),
         "product": lambda: (whole if op.gathers else a) @ b.t(),
         "collective": lambda: op.collective(a if op.gathers else whole, axis).wait(),
+        "unfused": (lambda: op.collective(a, axis).wait() @ b.t()) if op.gathers else (lambda: op.collective(a @ b.t(), axis).wait()),
     }
-    counters = {name: Counters.on(mesh.device) for name, form in op.forms.items() if backend.available and form.fits(a, b)}
-    for name, counts in counters.items():
-        size, length = op.forms[name].needed(ranks, tokens, cols, depth)
-        size = -(-size // 512) * 512
-        memory, flags = SymmetricBuffer(2 * size, axis, mesh.device), SymmetricBuffer(4 * ranks * length, axis, mesh.device)
-        slots = Slots(memory.addresses, flags.addresses, size, length)
-        runs[name] = functools.partial(_kept, op.forms[name].run, a, b, memory, slots, counts, axis, flags)
+    if op.torch_fused is not None and mesh.device.type == "cuda":
+        runs["torch"] = functools.partial(op.torch_fused, a, b.t(), axis.group.group_name)
+    able = [name for name in IMPLEMENTATIONS if can(name, op.name, a, b)]
+    ours = [name for name in able if name != "plain"] or able  # the plain kernel is for GPUs that have no other
+    for name in ours:
+        share = shares.setdefault(name, Workspace(f"{op.name} ({name})", axis, mesh.device))
+        runs[name] = functools.partial(FUSED[op.name], name, share, axis, a, b)
+    received = op.sent(ranks) * whole.numel() * whole.element_size()
+    repeats = max(LEAST, min(MOST, int(ENOUGH / (2 * cell.tokens * cell.cols * cell.depth / ranks)))) if link else 1
+    found: list[report.Row] = []
+    for mode in ("eager", "graph") if mesh.device.type == "cuda" else ("eager",):
+        times = _medians(runs, mesh, mode, repeats, rounds)
+        floor = max(times["product"], received / link * 1e6 if link else 0.0)
+        row: dict[str, Any] = {"op": op.name, "ranks": ranks, **cell._asdict(), "mode": mode, "floor_us": floor}
+        row |= {"rows": rows, "rank_cols": cols, "rank_depth": depth}
+        row |= {f"{name}_us": time for name, time in times.items()}
+        if ours:
+            best = min(ours, key=times.__getitem__)
+            other = min(times[name] for name in ("unfused", "torch") if name in times)
+            row |= {"ours": best, "ours_us": times[best], "speed": other / times[best], "of_floor": times[best] / floor}
+            row["hidden"] = (other - times[best]) / (other - floor) if other >= 1.1 * floor else None
+        found.append(row)
+    for share in shares.values():
+        share.check()
+    return found
+
+
+def _medians(runs: dict[str, Callable[[], object]], mesh: Mesh, mode: str, repeats: int, rounds: int) -> dict[str, float]:
+    """In us of one call, by turns."""
+    on_gpu = mesh.device.type == "cuda"
+    calls: dict[str, Callable[[], None]] = {name: functools.partial(_repeated, run, repeats) for name, run in runs.items()}
+    for call in calls.values():
+        call()  # compiles, and makes what ranks share
+    if mode == "graph":
+        calls = {name: _captured(call) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(ROUNDS[mesh.device.type] + 1):
-        for name, run in runs.items():
-            times[name].append(timed(run, mesh, iterations=1)[0])
-    for counts in counters.values():
-        assert counts.missing() is None, f"rank {mesh.rank} has waited in vain for {counts.missing()}"
-    medians = {f"{name}_us": statistics.median(taken[1:]) for name, taken in times.items()}  # the first compiles and warms up
-    row: dict[str, str | int | float | bool | None] = {"ranks": ranks, "tokens": tokens, "cols": cols, "depth": depth, **medians}
-    if counters:
-        row["speed"] = medians["unfused_us"] / min(medians[f"{name}_us"] for name in counters)
-    return row
+    dist.barrier()
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
+            times[name].append((_seconds_on_gpu(call) if on_gpu else _seconds(call)) / repeats * 1e6)
+    medians = torch.tensor([statistics.median(taken[1:]) for taken in times.values()], dtype=torch.float64)
+    return dict(zip(times, exchange_numbers(medians, mesh, "comparing times").amax(0).tolist(), strict=True))
 
 
-def _kept(
-    run: Slotted, a: torch.Tensor, b: torch.Tensor, memory: SymmetricBuffer, slots: Slots, counters: Counters, axis: Axis, _: object
-) -> torch.Tensor:
-    """`run`, with all that it needs kept alive."""
-    return run(a, b, memory, slots, counters, axis)
+def _repeated(run: Callable[[], object], repeats: int) -> None:
+    for _ in range(repeats):
+        run()
 
 
-def plain(launch: Callable[..., torch.Tensor], needed: Callable[[int, int, int, int], tuple[int, int]]) -> Form:
-    """A plain kernel, which takes anything."""
-    return Form(needed, lambda a, b, memory, slots, counters, axis: launch(a, b, axis.rank, slots, counters), lambda a, b: True)
+def _captured(call: Callable[[], None]) -> Callable[[], None]:
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        call()
+    replay: Callable[[], None] = graph.replay
+    return replay
 
 
-def hopper(launch: Callable[..., torch.Tensor], needed: Callable[[int, int, int, int], tuple[int, int]], least: int = 1) -> Form:
-    """A kernel in Gluon, for at least so many rows of a."""
-
-    def run(a: torch.Tensor, b: torch.Tensor, memory: SymmetricBuffer, slots: Slots, counters: Counters, axis: Axis) -> torch.Tensor:
-        parts = [memory.part(rank, (2 * slots.size,), torch.uint8) for rank in range(axis.size)]
-        return launch(a, b, axis.rank, slots, parts, counters)
-
-    def can(a: torch.Tensor, b: torch.Tensor) -> bool:
-        return a.is_cuda and torch.cuda.get_device_capability(a.device) == (9, 0) and a.shape[0] >= least and fits(a, b)
-
-    return Form(needed, run, can)
+def _seconds(call: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
 
 
-def main(op: Op, json_file: str | None = None) -> int:
-    """Measures over all GPUs of this machine, or 2 processes on the CPU; prints the table and writes `json_file`."""
-    world = torch.cuda.device_count() if torch.cuda.is_available() else 2
-    return launch(["-m", f"pymesh3d.bench.{op.name}", *(["--json", json_file] if json_file else [])], world)
+def _seconds_on_gpu(call: Callable[[], None]) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def link_rate(mesh: Mesh) -> float | None:
+    """Bytes in a second that a copy engine fetches from the next rank, while all do; None where there are no GPUs."""
+    if mesh.device.type != "cuda":
+        return None
+    share = Workspace("the link", mesh.tp, mesh.device)
+    share.slots(LINK // 2, 1)
+    here, there = (share.parts[(mesh.tp.rank + turn) % mesh.tp.size] for turn in (0, 1))
+    mine = torch.empty_like(here)
+    seconds = _medians({"copy": lambda: mine.copy_(there)}, mesh, "eager", 1, 10)["copy"] / 1e6
+    return LINK / seconds
+
+
+def choices(rows: Sequence[report.Row]) -> list[dict[str, Any]]:
+    """What `ops.choose` reads: for each product in a graph, the fastest of those that layers can use."""
+    found = []
+    for row in rows:
+        if row["mode"] == "graph":
+            names = {"torch": "unfused"} | {name: name for name in IMPLEMENTATIONS if name != "torch" and f"{name}_us" in row}
+            best = min(names, key=lambda name: float(row[f"{names[name]}_us"] or math.inf))
+            sizes = {"rows": row["rows"], "cols": row["rank_cols"], "depth": row["rank_depth"]}
+            kept = {key: row[key] for key in ("op", "ranks", "turned")}
+            found.append({**kept, "card": torch.cuda.get_device_name(), **sizes, "best": best})
+    return found
+
+
+def tune(rows: Sequence[report.Row], file: Path) -> None:
+    """Put the choices into the file, in place of those of the same products."""
+    new = choices(rows)
+    same = ("op", "card", "ranks", "turned", "rows", "cols", "depth")
+    keys = {tuple(row[key] for key in same) for row in new}
+    old = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    kept = [row for row in old if tuple(row[key] for key in same) not in keys]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("[\n" + ",\n".join(json.dumps(row) for row in [*kept, *new]) + "\n]\n", encoding="utf-8")
+
+
+def main(op: Op, json_file: str | None = None, *, tp: int = 0, shapes: str = "", rounds: int = 0, tuning: bool = False) -> int:
+    """Measures over `tp` GPUs of this machine (all, if 0), or as many processes on the CPU (2, if 0); prints the table and writes
+    `json_file`. `shapes`: names of LAYERS, with commas between them. `tuning`: the layers shall choose what was the fastest. Raises
+    ConfigError.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    here = torch.cuda.device_count() if device == "cuda" else 8
+    world = tp or (here if device == "cuda" else 2)
+    if not 2 <= world <= min(here, 8):
+        raise ConfigError(f"a product over {world} ranks", f"2 to {min(here, 8)} can talk to each other here", "Use --tp 2")
+    if unknown := [name for name in shapes.split(",") if shapes and name not in LAYERS]:
+        raise ConfigError(f"--shapes {','.join(unknown)}", "no such shapes", f"Use {' or '.join(LAYERS)}, with commas between them")
+    if tuning and device == "cpu":
+        raise ConfigError("--tune", "there is no GPU whose kernels could be chosen", "Leave it out")
+    arguments = ["--shapes", shapes or SHAPES[device], "--rounds", str(rounds or ROUNDS[device])]
+    arguments += [*(["--json", json_file] if json_file else []), *(["--tune"] if tuning else [])]
+    return launch(["-m", f"pymesh3d.bench.{op.name}", *arguments], world)
 
 
 def run_ranks(op: Op, doc: str | None) -> None:
     """What each rank does."""
     parser = argparse.ArgumentParser(prog=f"python -m pymesh3d.bench.{op.name}", description=(doc or "").splitlines()[0])
     parser.add_argument("--json", metavar="FILE", help="also write the measurements here")
-    json_file = parser.parse_args().json
+    parser.add_argument("--shapes", required=True, help=f"of {', '.join(LAYERS)}, with commas between them")
+    parser.add_argument("--rounds", type=int, required=True, help="how often each takes its turn")
+    parser.add_argument("--tune", action="store_true", help="let the layers choose on this machine what was the fastest")
+    given = parser.parse_args()
     mesh = init_mesh(tp=-1, dp=1)
-    rows = [measure(op, mesh, *size) for size in op.sizes[mesh.device.type]]
+    shares: dict[str, Workspace] = {}
+    rate = link_rate(mesh)
+    rows: list[report.Row] = []
+    todo = list(cells(op, given.shapes.split(","), TOKENS[mesh.device.type]))
+    for cell in track(todo, op.name, disable=mesh.rank != 0 or not sys.stderr.isatty()):
+        rows += measure(op, mesh, cell, shares, rate, given.rounds)
     if mesh.rank == 0:
         title = f"{op.name.replace('_', ' ')} over {mesh.tp.size} ranks on {mesh.device.type}, in bfloat16"
-        report.publish(op.name, rows, COLUMNS, title, json_file)
+        if rate:
+            title += f"; the link carries {rate / 1e9:.0f} GB/s"
+        report.publish(op.name, rows, COLUMNS, title, given.json)
+        if given.tune:
+            tune(rows, tuned())
     mesh.close()
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may still let go of Python objects

@@ -45,6 +45,7 @@ BENCHMARKS = (
     "swiglu",
     "train",
 )
+PRODUCTS = ("all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter")  # that talk to other ranks
 RANKS_OF_A_CORE = 32  # at most: more than that is a slip of the pen
 NOT_YET = {  # option: what it can be, what it cannot be yet, and what to do instead
     "schedule": (SCHEDULES, "gpipe, 1f1b and interleaved are here; zero-bubble schedules are not available yet", "Use --schedule 1f1b"),
@@ -113,13 +114,17 @@ def parser() -> argparse.ArgumentParser:
         "name",
         choices=BENCHMARKS,
         help="all_gather_matmul: a product of rows from all ranks; matmul_all_reduce, matmul_reduce_scatter: one summed over ranks, all "
-        "in one kernel (which the layers do not use yet); cross_entropy: the loss, forward and backward; dropout: the kernel that "
+        "in one kernel; cross_entropy: the loss, forward and backward; dropout: the kernel that "
         "zeroes at random; matmul: the plain matrix product; model: steps of a 1B model (without GPUs: of a tiny one) on the "
         "layouts of the GPUs here, and where their time goes; p2p: sends and receives between stages; philox: the kernel that makes "
         "random numbers; rotary, swiglu: what a layer does between its matrix products; train: the loss curves and speed of every "
         "layout of the GPUs here",
     )
     bench.add_argument("--json", type=_name, metavar="FILE", help="write the results as JSON")
+    products = bench.add_argument_group("of products that talk to other ranks")
+    products.add_argument("--tp", type=int, default=0, metavar="N", help="over so many ranks (default: all GPUs here, or 2 processes)")
+    products.add_argument("--shapes", default="", metavar="NAMES", help="models, with commas between them (default: llama-8b,llama-70b)")
+    products.add_argument("--tune", action="store_true", help="let the layers choose on this machine what was the fastest")
     here = commands.add_parser("env", help="what this machine has, what is missing, and what runs instead")
     here.add_argument("--json", type=_name, metavar="FILE", help="write it as JSON")
     return top
@@ -308,8 +313,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if args.command == "draw":
         return draw.run(args.schedule, args.pp, args.microbatches, args.virtual_pp, args.out, args.json)
     if args.command == "bench":
-        status: int = importlib.import_module(f"pymesh3d.bench.{args.name}").main(args.json)  # of all the one that is asked for
-        return status
+        return _bench(args)
     if args.world < 1:
         raise ConfigError(f"--world {args.world}", "needs at least one rank", "Use --world 8")
     _require_gpu(args.device)
@@ -317,6 +321,17 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         return check.run(args.world, all_rows=args.all, device=args.device, json_file=args.json)
     _require_room(f"--world {args.world}", args.world, args.device)
     return _launch(argv, args.world)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    """Run the one benchmark that is asked for."""
+    given = {"tp": args.tp, "shapes": args.shapes, "tuning": args.tune}
+    given = {key: value for key, value in given.items() if value}
+    if given and args.name not in PRODUCTS:
+        option = next(iter(given)).replace("tuning", "tune")
+        raise ConfigError(f"bench {args.name} --{option}", f"only {', '.join(PRODUCTS)} have that", "Leave it out")
+    status: int = importlib.import_module(f"pymesh3d.bench.{args.name}").main(args.json, **given)
+    return status
 
 
 def _launch(argv: Sequence[str], world: int) -> int:

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from pymesh3d.bench import matmul
+from pymesh3d import cli
+from pymesh3d.bench import all_gather_matmul, matmul, matmul_reduce_scatter, products
 from pymesh3d.triton_kernels import backend
 
 ROOT = Path(__file__).parents[2]
@@ -19,15 +21,69 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 def test_it_runs_between_two_processes(tmp_path: Path, name: str) -> None:
     file = tmp_path / "times.json"
-    code = f"import sys; from pymesh3d.bench import {name} as bench; sys.exit(bench.main({str(file)!r}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-m", "pymesh3d", "bench", name, "--tp", "2", "--shapes", "tiny", "--json", str(file)],
+        capture_output=True, text=True, timeout=90, cwd=ROOT,
+    )  # fmt: skip
     assert done.returncode == 0 and "over 2 ranks on cpu" in done.stdout, done
-    (row,) = json.loads(file.read_text())["rows"]
-    assert (row["ranks"], row["tokens"], row["cols"], row["depth"]) == (2, 32, 24, 16)
-    assert all(row[f"{name}_us"] > 0 for name in ("unfused", "product", "collective"))
-    assert ("plain_us" in row) == backend.available and "hopper_us" not in row
-    if backend.available:
-        assert row["speed"] == pytest.approx(row["unfused_us"] / row["plain_us"])
+    forward, backward = sorted(json.loads(file.read_text())["rows"], key=lambda row: row["turned"])
+    gathers = name == "all_gather_matmul"
+    assert (forward["tokens"], forward["cols"], forward["depth"]) == (32, 24, 16)
+    assert (backward["tokens"], backward["cols"], backward["depth"]) == (32, 16, 24)
+    assert [forward[size] for size in ("rows", "rank_cols", "rank_depth")] == ([16, 12, 16] if gathers else [32, 24, 8])
+    assert [backward[size] for size in ("rows", "rank_cols", "rank_depth")] == ([16, 8, 24] if gathers else [32, 16, 12])
+    for row in (forward, backward):
+        assert (row["ranks"], row["mode"]) == (2, "eager")
+        assert all(row[f"{run}_us"] > 0 for run in ("unfused", "product", "collective"))
+        assert ("plain_us" in row) == backend.available and "hopper-256_us" not in row
+        if backend.available:
+            assert row["ours"] == "plain" and row["speed"] == pytest.approx(row["unfused_us"] / row["plain_us"])
+            assert row["of_floor"] == pytest.approx(row["plain_us"] / row["product_us"])
+
+
+def test_cells_are_the_products_of_forward_and_backward() -> None:
+    """Of the 8B model, for 512 tokens: a product that gathers, and one that scatters, for each of the four layers."""
+    found = {op.name: list(products.cells(op, ["llama-8b"], [512])) for op in (all_gather_matmul.OP, matmul_reduce_scatter.OP)}
+    assert [(cell.layer, cell.cols, cell.depth, cell.turned) for cell in found["all_gather_matmul"]] == [
+        ("llama-8b qkv", 6144, 4096, False),
+        ("llama-8b out, backward", 4096, 4096, True),
+        ("llama-8b up", 28672, 4096, False),
+        ("llama-8b down, backward", 14336, 4096, True),
+    ]
+    assert [(cell.layer, cell.cols, cell.depth, cell.turned) for cell in found["matmul_reduce_scatter"]] == [
+        ("llama-8b qkv, backward", 4096, 6144, True),
+        ("llama-8b out", 4096, 4096, False),
+        ("llama-8b up, backward", 4096, 28672, True),
+        ("llama-8b down", 4096, 14336, False),
+    ]
+
+
+def test_tuning_keeps_the_fastest_of_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    row = {"op": "matmul_reduce_scatter", "ranks": 2, "turned": False, "rows": 8, "rank_cols": 16, "rank_depth": 4, "mode": "graph"}
+    times = {"unfused_us": 9.0, "torch_us": 1.0, "hopper-256_us": 7.0, "hopper-128_us": 8.0}
+    file = tmp_path / "folder" / "products.json"
+    products.tune([{**row, **times}, {**row, **times, "mode": "eager", "hopper-128_us": 1.0}], file)
+    kept = {"op": "matmul_reduce_scatter", "ranks": 2, "turned": False, "card": "a card", "rows": 8, "cols": 16, "depth": 4}
+    assert json.loads(file.read_text()) == [{**kept, "best": "hopper-256"}]
+    products.tune([{**row, **times, "unfused_us": 2.0}, {**row, **times, "rows": 99}], file)
+    assert json.loads(file.read_text()) == [{**kept, "best": "torch"}, {**kept, "rows": 99, "best": "hopper-256"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["all_gather_matmul", "--shapes", "llama-8b,huge"], "--shapes huge: no such shapes. Use tiny or llama-8b or llama-70b"),
+        (["all_gather_matmul", "--tp", "1"], "a product over 1 ranks: 2 to 8 can talk to each other here. Use --tp 2"),
+        (["matmul_reduce_scatter", "--tune"], "--tune: there is no GPU whose kernels could be chosen. Leave it out"),
+        (["philox", "--tp", "2"], "bench philox --tp: only all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter have that"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("on CPU")
+    assert cli.main(["bench", *arguments]) == 2
+    assert text in capsys.readouterr().err
 
 
 def test_the_plain_product_is_timed_against_torch(tmp_path: Path) -> None:

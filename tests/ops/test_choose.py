@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +12,8 @@ import pytest
 import torch
 
 from pymesh3d.errors import ConfigError
-from pymesh3d.ops.choose import VARIABLE, choose
+from pymesh3d.ops import choose as choices
+from pymesh3d.ops.choose import VARIABLE, choose, fastest
 from pymesh3d.triton_kernels import backend
 from tests.kernels import needs_kernels
 
@@ -35,17 +39,74 @@ def test_only_what_the_kernels_take_goes_to_them(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(VARIABLE, "plain")
     assert all(chosen(X.to(dtype)) == {"plain"} for dtype in (torch.bfloat16, torch.float32, torch.float64))
     assert chosen(X.half()) == chosen(X, ALONE) == {"torch"}
-    monkeypatch.setenv(VARIABLE, "hopper")
+    monkeypatch.setenv(VARIABLE, "hopper-256")
     assert chosen(X.bfloat16()) == {"torch"}, "on the CPU"
 
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "fast")
-    with pytest.raises(ConfigError, match=r"PYMESH3D_PRODUCTS=fast: no such implementation\. Use one of torch, plain, hopper, or leave it"):
+    with pytest.raises(
+        ConfigError, match=r"PYMESH3D_PRODUCTS=fast: no such implementation\. Use one of torch, plain, hopper-256,"
+    ):
         chosen(X)
     monkeypatch.setattr(backend, "available", False)
     monkeypatch.setattr(backend, "reason", "there is no triton")
-    for word in ("plain", "hopper"):
+    for word in ("plain", "hopper-128"):
         monkeypatch.setenv(VARIABLE, word)
         with pytest.raises(ConfigError, match=rf"PYMESH3D_PRODUCTS={word}: there is no triton\. Use PYMESH3D_PRODUCTS=torch"):
             chosen(X)
+
+
+@pytest.fixture
+def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file of what this machine has found out, which is not there yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(choices, "SHIPPED", tmp_path / "shipped.json")
+    (tmp_path / "pymesh3d").mkdir()
+    _forget()
+    yield tmp_path / "pymesh3d" / "products.json"
+    _forget()
+
+
+def _forget() -> None:
+    choices.measured.cache_clear()
+    fastest.cache_clear()
+
+
+def row(best: str, rows: int = 1024, cols: int = 4096, depth: int = 2048, turned: bool = False, ranks: int = 2) -> dict[str, Any]:
+    sizes = {"rows": rows, "cols": cols, "depth": depth}
+    return {"op": OPS[0], "card": "a card", "ranks": ranks, "turned": turned, **sizes, "best": best}
+
+
+def test_the_most_similar_product_that_was_measured_decides(tuned: Path) -> None:
+    rows = [row("hopper-128"), row("hopper-256", rows=8192), row("plain", turned=True), row("plain", ranks=4)]
+    tuned.write_text(json.dumps(rows))
+
+    def best(rows: int, cols: int = 4096, depth: int = 2048, turned: bool = False, op: str = OPS[0], card: str = "a card") -> str:
+        return fastest(op, card, 2, rows, cols, depth, turned)
+
+    assert best(1024) == best(2000) == "hopper-128" and best(8192) == best(4000) == "hopper-256"
+    assert best(1024, turned=True) == "plain" and best(8192, turned=True) == "hopper-256"
+    assert best(1024 * 4, 4096 * 8, 2048 * 4) == "torch", "nothing similar"
+    assert best(1024, op=OPS[1]) == best(1024, card="another") == fastest(OPS[0], "a card", 8, 1024, 4096, 2048, False) == "torch"
+    assert best(0) == "torch"
+
+
+def test_what_this_machine_has_found_out_comes_before_what_was_shipped(tuned: Path) -> None:
+    choices.SHIPPED.write_text(json.dumps([row("hopper-128"), row("torch", rows=64)]))
+    tuned.write_text(json.dumps([row("hopper-256")]))
+    assert fastest(OPS[0], "a card", 2, 1024, 4096, 2048, False) == "hopper-256"
+    assert fastest(OPS[0], "a card", 2, 64, 4096, 2048, False) == "torch"
+
+
+def test_a_damaged_file_is_named(tuned: Path) -> None:
+    tuned.write_text("[")
+    with pytest.raises(ConfigError, match=r"products\.json: not what `bench --tune` writes: .*\. Delete it, or tune again"):
+        fastest(OPS[0], "a card", 2, 1, 1, 1, False)
+
+
+def test_ranks_of_several_hosts_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert choices.on_one_host((0, 1, 2, 3)) and choices.on_one_host((5, 7)) and not choices.on_one_host((3, 4))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert not choices.on_one_host((0, 1))
