@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ pytestmark = [needs_core, needs_compiler]
 Ranks = Callable[..., list[Any]]
 CPU = torch.device("cpu")
 COUNT, NUMBERS = 38, 5000
-LARGE = 1_000_000  # numbers; more than leave before the other end receives
+LARGE = 1_000_000  # numbers
 HANGS = 0.5  # seconds
 RANKS = (4, 5)  # what the two ends are called
 
@@ -103,13 +104,14 @@ def flush_then_receive(library: str) -> tuple[int, int, int] | list[float]:
     end = End(library)
     if end.rank == 1:
         dist.barrier()
-        end.link.post(Expected((LARGE,), torch.float32, 0))
+        end.link.post(Expected((NUMBERS,), torch.float32, 0))
         received = end.link.take()
         end.close()
         return [received[0].item(), received[-1].item()]
-    tensor = torch.arange(LARGE, dtype=torch.float32)  # the CPU's memory is given away at once, so it must stay
+    tensor = torch.arange(NUMBERS, dtype=torch.float32)  # the CPU's memory is given away at once, so it must stay
     end.link.send(tensor, 0)
     end.link.flush()
+    time.sleep(0.1)  # enough for what does not wait for the receiver
     before = end.native.finished()
     dist.barrier()
     end.synchronize()
@@ -120,7 +122,7 @@ def flush_then_receive(library: str) -> tuple[int, int, int] | list[float]:
 
 
 def test_flush_makes_the_stream_wait_and_not_the_host(ranks: Ranks, library: str) -> None:
-    assert ranks(2, flush_then_receive, library) == [(0, 1, 0), [0.0, LARGE - 1.0]]
+    assert ranks(2, flush_then_receive, library) == [(0, 1, 0), [0.0, NUMBERS - 1.0]]
 
 
 def flush_after_sends(library: str) -> list[int]:
