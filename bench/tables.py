@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -92,11 +93,39 @@ def model(record: Mapping[str, Any]) -> str:
     return f"{_markdown(head, rows)}\n\n{sizes}, bfloat16. {_source(record)}; `pymesh3d bench model`."
 
 
+def products(record: Mapping[str, Any]) -> str:
+    """Products that talk to other ranks, captured in a graph (bench/products.py): those of the 8B model, and a line about all."""
+    graph = [row for row in record["rows"] if row["mode"] == "graph"]
+    columns = ("product_us", "floor_us", "unfused_us", "torch_us", "ours_us")
+    rows = [
+        [row["layer"].removeprefix("llama-8b "), f"{row['tokens']:,}", *(f"{row[key]:,.0f}" for key in columns), f"{row['speed']:.2f}"]
+        for row in graph
+        if row["layer"].startswith("llama-8b")
+    ]
+    head = [
+        "",
+        "tokens",
+        "product alone, us",
+        "floor, us",
+        "product and NCCL, us",
+        "torch's fused, us",
+        "ours, us",
+        "speed, best other = 1",
+    ]
+    speeds = [row["speed"] for row in graph]
+    faster = sum(speed >= 0.98 for speed in speeds)
+    mean = statistics.geometric_mean(speeds)
+    about = f"With the 70B model's, {len(graph)} products: geometric mean of the speed {mean:.2f}, at least 0.98 in {faster}"
+    return f"{_markdown(head, rows)}\n\n{about}. {_source(record)}; `pymesh3d bench {record['name']}`."
+
+
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {  # the file in RESULTS, and what makes a table of it
     "train": ("train.json", train),
     "check": ("check-cpu-world8-all.json", check),
     "philox": ("philox.json", philox),
     "p2p": ("p2p-2xH200.json", p2p),
+    "all_gather_matmul": ("all_gather_matmul-2xH200.json", products),
+    "matmul_reduce_scatter": ("matmul_reduce_scatter-2xH200.json", products),
     "model": ("model-2xH200.json", model),
 }
 
