@@ -77,8 +77,26 @@ class Workspace:
         self.parts = []
 
 
+_last: dict[torch.device, torch.cuda.Stream] = {}  # on which each GPU has last run what waits for other ranks
+
+
+def take_turns(device: torch.device) -> None:
+    """Let what is started next wait for all such kernels that were started before, on whatever stream.
+
+    Each fills the GPU. If two of them began in one order here and in another on the next rank, each would wait for the rank that has no
+    room for it. In a CUDA graph that is captured the order is the graph's.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return
+    stream, last = torch.cuda.current_stream(device), _last.get(device)
+    if last is not None and last != stream:
+        stream.wait_stream(last)
+    _last[device] = stream
+
+
 def workspace(op: str, axis: Axis, device: torch.device) -> Workspace:
-    """That of an op along an axis, on the current stream. It goes with the mesh."""
+    """That of an op along an axis, on the current stream, whose turn it is then. It goes with the mesh."""
+    take_turns(device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
     def make() -> Workspace:

@@ -84,7 +84,8 @@ CPU, torch 2.13.0, triton 3.9.0, 2025-01-31; `pymesh3d bench philox`.""",
 
 2 x NVIDIA H100, torch 2.13.0, triton 3.9.0, 2025-01-31; `pymesh3d bench p2p`.""",
     **{
-        name: f"""|  | tokens | product alone, us | floor, us | product and NCCL, us | torch's fused, us | ours, us | speed, best other = 1 |
+        name: "|  | tokens | product alone, us | floor, us | product and NCCL, us | torch's fused, us | ours, us | speed, best other = 1 |"
+        f"""
 | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
 | qkv | 2,048 | 156 | 157 | 1,300 | 200 | 170 | 2.00 |
 

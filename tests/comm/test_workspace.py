@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pymesh3d.comm import workspace as module
 from pymesh3d.comm.watch import wait_until
 from pymesh3d.comm.workspace import Workspace, workspace
 from pymesh3d.errors import ConfigError
@@ -103,3 +104,38 @@ def test_nothing_grows_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(ConfigError, match=r"1,024 bytes for op while a CUDA graph is captured: .* Run the step once"):
         share.slots(1024, 1)
+
+
+class Stream:
+    """Remembers whom it has waited for."""
+
+    def __init__(self) -> None:
+        self.waited: list[Stream] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited.append(other)
+
+
+def test_what_waits_for_other_ranks_takes_turns_on_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, first, second = torch.device("cuda", 0), Stream(), Stream()
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(module, "_last", {})
+
+    def on(stream: Stream) -> None:
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        module.take_turns(gpu)
+
+    on(first)
+    on(first)
+    assert first.waited == []
+    on(second)
+    assert second.waited == [first]
+    on(first)
+    on(first)
+    assert first.waited == [second]
+    capturing = True
+    on(second)
+    assert second.waited == [first], "in a graph the order is the graph's"
+    monkeypatch.setattr(torch.cuda, "current_stream", None)
+    module.take_turns(torch.device("cpu"))
