@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pymesh3d.axis import named
 from pymesh3d.comm.agree import exchange_numbers, exchange_text
 from pymesh3d.comm.collectives import all_reduce_, gather_rows
 from pymesh3d.comm.links import Expected
 from pymesh3d.comm.p2p import Links
-from pymesh3d.comm.watch import looked_after, on_host, wait_until
+from pymesh3d.comm.watch import looked_after, on_host
 from pymesh3d.comm.whole import whole
 from pymesh3d.config import ModelConfig, TrainConfig, validate
 from pymesh3d.dp.zero import Zero
@@ -39,7 +38,6 @@ from pymesh3d.tp.loss import vocab_parallel_cross_entropy
 from pymesh3d.tp.plan import parallelize_module
 
 IGNORE_INDEX = -100
-COMPARING = "comparing batches"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 Optimizer = Callable[[Iterable[dict[str, Any]]], torch.optim.Optimizer]
@@ -162,13 +160,12 @@ class Engine:
         self._divisor = torch.ones((), dtype=torch.int64, device=mesh.device)
         self.memory_gib = 0.0
         self._calls = 0  # of forward_backward since the last optimizer step
-        self._compared = False  # whether the ranks' batches had one shape, of the first ones
-        self._shapes: _OnTheWay | None = None  # those of the ranks' batches, which the host has yet to look at
+        self._compared = False  # the shapes of the ranks' batches, for good
         held = held_layers(model.config, mesh.pp.size, config.virtual_pp)[mesh.pp.rank]
         last = mesh.pp.size * config.virtual_pp - 1
         self.stages: dict[int, Stage] = {}  # of this rank, by their number in the pipeline
         for number, layers in zip(range(mesh.pp.rank, last + 1, mesh.pp.size), held, strict=True):
-            part = functools.partial(self._forward, layers=layers)
+            part = functools.partial(model, layers=layers)
             self.stages[number] = Stage(part, first=number == 0, last=number == last, loss=self._loss)
 
     @property
@@ -286,37 +283,14 @@ class Engine:
     def _compare_shapes(self, shape: torch.Size) -> None:
         """Raise DistributedError where ranks of one dp coordinate have batches of different shapes: what they exchange does not fit.
 
-        All ranks take part in every step, since none can know that another's shape has changed. Off GPUs they wait for each other, because
-        gloo ends the process when a message has another size than expected. On GPUs the host waits in the first step only; later on
-        the step is under way when `_look_at_shapes` tells of it.
+        All ranks take part, since none can know that another's shape has changed. Off GPUs in every step: gloo ends the process when a
+        message has another size than expected. On GPUs once, since the host waits for it; there the time limit ends a later step.
         """
-        mesh = self.mesh
-        if mesh.layout.world == mesh.dp.size:  # nobody shares a batch
+        if self._compared or self.mesh.layout.world == self.mesh.dp.size:  # then nobody shares a batch
             return
-        mine = torch.tensor(shape)
-        if mesh.device.type == "cuda" and self._compared:
-            self._shapes = _OnTheWay(gather_rows(mine.pin_memory().to(mesh.device, non_blocking=True), mesh.all, COMPARING))
-        else:
-            self._require_one_shape(exchange_numbers(mine, mesh, COMPARING))
-            self._compared = True
-
-    def _look_at_shapes(self, *, waits: bool = True) -> None:
-        """Raise DistributedError where those on the way differ. If they are not here yet, wait for them, or do nothing."""
-        shapes = self._shapes
-        if shapes is None or not (waits or shapes.arrived()):
-            return
-        if not shapes.arrived():
-            with named(COMPARING, self.mesh.all):
-                wait_until(shapes.arrived, self.mesh.watched, self.mesh.timeout.total_seconds())
-        self._shapes = None
-        try:
-            self._require_one_shape(shapes.numbers)
-        except DistributedError as error:
-            self.mesh.fail(error)  # the step has begun, and what ranks wait for in it never comes
-            raise
-
-    def _require_one_shape(self, shapes: torch.Tensor) -> None:
-        self._require_one_batch([tuple(shape) for shape in shapes.tolist()], "shape of batch")
+        shapes = exchange_numbers(torch.tensor(shape), self.mesh, "comparing batches")
+        self._require_one_batch([tuple(one) for one in shapes.tolist()], "shape of batch")
+        self._compared = self.mesh.device.type == "cuda"
 
     def _masks(self, first: int, samples: int, held: int) -> Masks:
         """What dropout drops of the samples from `first` on, of which this rank holds `held` tokens each."""
@@ -361,13 +335,6 @@ class Engine:
                     )
         return ids, targets
 
-    def _forward(self, *inputs: Any, layers: range) -> torch.Tensor:
-        """One stage's part of the model. It looks at the shapes too: where they differ the GPU stands, and once it has taken about 1,024
-        kernels more, the host does too."""
-        output: torch.Tensor = self.model(*inputs, layers=layers)
-        self._look_at_shapes(waits=False)
-        return output
-
     def _loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Sum over this microbatch's valid tokens, divided by their number in the whole global batch."""
         rows, labels = logits.transpose(0, 1).flatten(0, 1), targets.t().reshape(-1)
@@ -376,13 +343,7 @@ class Engine:
 
     def _run(self, steps: Sequence[Sequence[Action]], microbatches: Sequence[Microbatch], *, train: bool) -> tuple[float, int]:
         """The loss and the number of tokens of all ranks."""
-        try:
-            loss = run(steps, self.stages, self.links, microbatches, train=train)
-        except DistributedError:
-            self._look_at_shapes(waits=False)  # they may be the reason
-            raise
-        self._look_at_shapes()  # now, since the loss never comes where they differ
-        return self._agree_on_loss(loss, microbatches)
+        return self._agree_on_loss(run(steps, self.stages, self.links, microbatches, train=train), microbatches)
 
     def _agree_on_loss(self, loss: torch.Tensor, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
         """The sums of what the ranks report of a step: losses and tokens.
@@ -424,20 +385,6 @@ class Engine:
                 f"samples of each dp coordinate: {sizes}. With dropout, whose masks belong to places in the global batch, they must be "
                 "equal. Give every dp rank as many samples"
             )
-
-
-class _OnTheWay:
-    """A small tensor of the GPU that comes to the host behind what the current stream has to do by now. The host need not wait."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.numbers = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        self.numbers.copy_(tensor, non_blocking=True)
-        self._copied = torch.cuda.Event()
-        self._copied.record()
-
-    def arrived(self) -> bool:
-        """Whether `numbers` may be read."""
-        return self._copied.query()
 
 
 class _Report(NamedTuple):
