@@ -38,6 +38,7 @@ SEQUENCES = 8  # in a step, for each rank of the mesh
 LENGTH = {"cuda": 4096, "cpu": 32}
 KINDS = {  # of kernels, by what their names contain; the first that fits counts
     "compiled": ("triton_",),  # their names hold those of all operators that were fused
+    "products that communicate": ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"),
     "communication": ("nccl",),
     "attention": ("flash", "fmha", "sdpa", "attention"),
     "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "splitk"),

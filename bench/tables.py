@@ -74,7 +74,7 @@ def p2p(record: Mapping[str, Any]) -> str:
 def model(record: Mapping[str, Any]) -> str:
     """Training steps of the 1B model (bench/model.py)."""
     shares = ("matrix products", "attention", "communication", "idle")
-    others = ("compiled", "optimizer", "copies", "other")
+    others = ("compiled", "products that communicate", "optimizer", "copies", "other")
     rows = [
         [
             row["case"],
@@ -82,7 +82,7 @@ def model(record: Mapping[str, Any]) -> str:
             f"{row['mfu']:.1%}",
             f"{row['memory_gib']:.1f}",
             *(f"{row[kind]:.0%}" for kind in shares),
-            f"{sum(row[kind] for kind in others):.0%}",
+            f"{sum(row.get(kind, 0.0) for kind in others):.0%}",
         ]
         for row in record["rows"]
     ]
