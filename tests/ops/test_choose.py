@@ -45,9 +45,7 @@ def test_only_what_the_kernels_take_goes_to_them(monkeypatch: pytest.MonkeyPatch
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "fast")
-    with pytest.raises(
-        ConfigError, match=r"PYMESH3D_PRODUCTS=fast: no such implementation\. Use one of torch, plain, hopper-256,"
-    ):
+    with pytest.raises(ConfigError, match=r"PYMESH3D_PRODUCTS=fast: no such implementation\. Use one of torch, plain, hopper-256,"):
         chosen(X)
     monkeypatch.setattr(backend, "available", False)
     monkeypatch.setattr(backend, "reason", "there is no triton")
