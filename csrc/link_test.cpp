@@ -176,8 +176,13 @@ void starting_that_fails_says_why() {
   const std::string call = "ncclCommInitRankConfig between rank 4 and rank 5 failed: ";
   machine.fail("ncclCommInitRankConfig", 1);
   EXPECT(refused(machine) == call + "unhandled system error (2): ncclCommInitRankConfig was told to fail");
+  const std::string lost = "cuCtxSetCurrent failed: unspecified launch failure (719)";
   machine.fail("cuCtxSetCurrent", 1);
-  EXPECT(refused(machine) == "cuCtxSetCurrent failed: unspecified launch failure (719)");
+  EXPECT(text_of<GpuError>([&] { machine.use_context(); }) == lost);
+#ifndef __SANITIZE_THREAD__  // it does not see how the standard library counts who holds an exception that goes from thread to thread
+  machine.fail("cuCtxSetCurrent", 1);
+  EXPECT(refused(machine) == lost);
+#endif
   EXPECT(refused(machine, {4, 2, soon}) == call + "invalid argument (4): numbers of CTAs that make no sense");
   EXPECT(has(refused(machine, {1, 2, 0.2}), "took longer than 0.2"));
   EXPECT(refused(machine) == call + "unhandled system error (2): rank 0 is there already");
