@@ -13,8 +13,9 @@ import torch
 from pymesh3d import __version__
 from pymesh3d.comm import native
 from pymesh3d.commands import env
+from pymesh3d.ops import choose
 
-NAMES = ["pymesh3d", "python", "torch", "triton", "pymesh3d._C", "CUDA driver", "NCCL", "GPUs", env.CONNECTIONS]
+NAMES = ["pymesh3d", "python", "torch", "triton", "pymesh3d._C", "CUDA driver", "NCCL", "GPUs", env.CONNECTIONS, "tensor-parallel products"]
 
 
 def found(**facts: object) -> SimpleNamespace:
@@ -110,3 +111,16 @@ def test_runs_without_triton_and_without_core() -> None:
     assert done.returncode == 0, done.stderr
     assert "triton: triton cannot be imported (No module named 'triton')" in done.stdout
     assert done.stdout.count("pymesh3d._C: not built; `pip install -v` builds it") == 1
+
+
+def test_choices_that_cannot_be_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("PYMESH3D_PRODUCTS", raising=False)
+    (tmp_path / "pymesh3d").mkdir()
+    (tmp_path / "pymesh3d" / "products.json").write_text("[")
+    choose.measured.cache_clear()
+    found = env.collect()["tensor-parallel products"]
+    choose.measured.cache_clear()
+    assert "products.json: not what `bench --tune` writes" in found["why"] and not found["here"]

@@ -16,6 +16,8 @@ from rich.table import Table
 from pymesh3d import __version__
 from pymesh3d.comm import native
 from pymesh3d.commands.files import write_json
+from pymesh3d.errors import ConfigError
+from pymesh3d.ops import choose
 from pymesh3d.triton_kernels import backend
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -101,6 +103,13 @@ def _connections() -> Finding:
     return Finding(name=CONNECTIONS, why=why, instead=f"8; raise it before the program starts: export {CONNECTIONS}=32", facts=facts)
 
 
+def _products() -> Finding:
+    try:
+        return Finding(name="tensor-parallel products", here=choose.state())
+    except ConfigError as error:
+        return Finding(name="tensor-parallel products", why=str(error), instead="nothing: each rank refuses it in the first product")
+
+
 def findings() -> list[Finding]:
     """Everything that decides what runs here, in the order in which it is shown."""
     python = platform.python_version()
@@ -114,6 +123,7 @@ def findings() -> list[Finding]:
         _nccl(),
         _gpus(),
         _connections(),
+        _products(),
     ]
 
 

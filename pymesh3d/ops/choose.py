@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 import os
 from pathlib import Path
@@ -21,12 +22,15 @@ from pymesh3d.axis import Axis
 from pymesh3d.errors import ConfigError
 from pymesh3d.triton_kernels import backend, matmul_hopper
 
+log = logging.getLogger("pymesh3d")
+
 VARIABLE = "PYMESH3D_PRODUCTS"  # of the environment; it forces one of `IMPLEMENTATIONS` wherever it can compute at all
 TILES = {"hopper-256": matmul_hopper.Tiles(64, 256, 64, 3), "hopper-128": matmul_hopper.Tiles(64, 128, 64, 6)}
 IMPLEMENTATIONS = ("torch", "plain", *TILES)
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 LEAST_ROWS = {"all_gather_matmul": 128, "matmul_reduce_scatter": 1}  # of a rank, for the ops that have a kernel for Hopper
 SHIPPED = Path(__file__).with_name("measured.json")
+PAIR = ("rows", "depth", "cols", "depth")
 SIMILAR = 3.0  # doublings of sizes, in all, within which one product says something about another
 
 
@@ -72,7 +76,7 @@ def on_one_host(ranks: tuple[int, ...]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def fastest(op: str, card: str, ranks: int, rows: int, cols: int, depth: int, turned: bool) -> str:
-    """Of this rank's sizes. `torch` where nothing similar was measured."""
+    """Of this rank's sizes. `torch` where nothing similar was measured. The log has a line for each choice."""
 
     def distance(row: dict[str, Any]) -> float:
         sizes = zip((rows, cols, depth), (row["rows"], row["cols"], row["depth"]), strict=True)
@@ -80,7 +84,13 @@ def fastest(op: str, card: str, ranks: int, rows: int, cols: int, depth: int, tu
 
     alike = [row for row in measured() if (row["op"], row["card"], row["ranks"]) == (op, card, ranks)]
     nearest = min(alike, key=distance, default=None)
-    return nearest["best"] if nearest is not None and distance(nearest) <= SIMILAR else "torch"
+    what = f"{op} of [{rows}, {depth}] and [{cols}, {depth}] over {ranks} ranks"
+    if nearest is None or distance(nearest) > SIMILAR:
+        log.info("%s: torch, since nothing similar was measured on %s; pymesh3d bench %s --tune does it", what, card, op)
+        return "torch"
+    best: str = nearest["best"]
+    log.info("%s: %s, the fastest on %s of [%d, %d] and [%d, %d]", what, best, card, *(nearest[key] for key in PAIR))
+    return best
 
 
 @functools.cache
@@ -100,6 +110,19 @@ def tuned() -> Path:
     """Where `pymesh3d bench OP --tune` leaves what it found."""
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(cache) / "pymesh3d" / "products.json"
+
+
+def state() -> str:
+    """What decides here, for `pymesh3d env`. Raises ConfigError where a file cannot be read."""
+    if word := os.environ.get(VARIABLE):
+        return f"{word}, wherever it can compute: {VARIABLE} forces it"
+    if not torch.cuda.is_available():
+        return "torch (others are chosen on GPUs only)"
+    card = torch.cuda.get_device_name()
+    if not (rows := [row for row in measured() if row["card"] == card]):
+        return f"torch: nothing else was measured on {card}; pymesh3d bench all_gather_matmul --tune does it"
+    ranks = " and ".join(str(count) for count in sorted({row["ranks"] for row in rows}))
+    return f"the fastest of {len(rows)} that were measured on {card} with {ranks} ranks ({tuned()})"
 
 
 @functools.cache

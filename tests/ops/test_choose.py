@@ -108,3 +108,31 @@ def test_ranks_of_several_hosts_use_torch(monkeypatch: pytest.MonkeyPatch) -> No
     assert choices.on_one_host((0, 1, 2, 3)) and choices.on_one_host((5, 7)) and not choices.on_one_host((3, 4))
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert not choices.on_one_host((0, 1))
+
+
+def test_the_log_says_what_was_chosen_and_why(tuned: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tuned.write_text(json.dumps([row("hopper-128")]))
+    with caplog.at_level("INFO", logger="pymesh3d"):
+        for _ in range(2):
+            fastest(OPS[0], "a card", 2, 1000, 4096, 2048, False)
+            fastest(OPS[1], "a card", 2, 1000, 4096, 2048, False)
+    what = "of [1000, 2048] and [4096, 2048] over 2 ranks"
+    assert caplog.messages == [
+        f"all_gather_matmul {what}: hopper-128, the fastest on a card of [1024, 2048] and [4096, 2048]",
+        f"matmul_reduce_scatter {what}: torch, since nothing similar was measured on a card; pymesh3d bench matmul_reduce_scatter --tune "
+        "does it",
+    ]
+
+
+def test_state_is_what_decides(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "plain")
+    assert choices.state() == "plain, wherever it can compute: PYMESH3D_PRODUCTS forces it"
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choices.state() == "torch (others are chosen on GPUs only)"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    assert choices.state() == "torch: nothing else was measured on a card; pymesh3d bench all_gather_matmul --tune does it"
+    tuned.write_text(json.dumps([row("hopper-128"), row("torch", ranks=4)]))
+    _forget()
+    assert choices.state() == f"the fastest of 2 that were measured on a card with 2 and 4 ranks ({tuned})"
