@@ -31,7 +31,7 @@ from ..launch import launch
 from ..mesh import Mesh, init_mesh
 from ..ops.choose import IMPLEMENTATIONS, can, tuned
 from ..ops.fused import FUSED
-from . import report
+from . import picture, report
 
 TOKENS = {"cuda": (512, 2048, 8192, 16384), "cpu": (32,)}
 COLUMN = ("qkv", "up")  # layers that gather tokens before their product; the others scatter them after it, and backward it is the reverse
@@ -218,9 +218,11 @@ def tune(rows: Sequence[report.Row], file: Path) -> None:
     file.write_text("[\n" + ",\n".join(json.dumps(row) for row in [*kept, *new]) + "\n]\n", encoding="utf-8")
 
 
-def main(op: Op, json_file: str | None = None, *, tp: int = 0, shapes: str = "", rounds: int = 0, tuning: bool = False) -> int:
-    """Measures over `tp` GPUs of this machine (all, if 0), or as many processes on the CPU (2, if 0); prints the table and writes
-    `json_file`. `shapes`: names of LAYERS, with commas between them. `tuning`: the layers shall choose what was the fastest. Raises
+def main(
+    op: Op, json_file: str | None = None, *, tp: int = 0, shapes: str = "", rounds: int = 0, tuning: bool = False, out: str = ""
+) -> int:
+    """Measures over `tp` GPUs of this machine (all, if 0), or as many processes on the CPU (2, if 0); prints the table, writes `json_file`
+    and draws `out`. `shapes`: names of LAYERS, with commas between them. `tuning`: the layers shall choose what was the fastest. Raises
     ConfigError.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -233,7 +235,7 @@ def main(op: Op, json_file: str | None = None, *, tp: int = 0, shapes: str = "",
     if tuning and device == "cpu":
         raise ConfigError("--tune", "there is no GPU whose kernels could be chosen", "Leave it out")
     arguments = ["--shapes", shapes or SHAPES[device], "--rounds", str(rounds or ROUNDS[device])]
-    arguments += [*(["--json", json_file] if json_file else []), *(["--tune"] if tuning else [])]
+    arguments += [*(["--json", json_file] if json_file else []), *(["--out", out] if out else []), *(["--tune"] if tuning else [])]
     return launch(["-m", f"pymesh3d.bench.{op.name}", *arguments], world)
 
 
@@ -241,6 +243,7 @@ def run_ranks(op: Op, doc: str | None) -> None:
     """What each rank does."""
     parser = argparse.ArgumentParser(prog=f"python -m pymesh3d.bench.{op.name}", description=(doc or "").splitlines()[0])
     parser.add_argument("--json", metavar="FILE", help="also write the measurements here")
+    parser.add_argument("--out", metavar="FILE", help="also draw a picture")
     parser.add_argument("--shapes", required=True, help=f"of {', '.join(LAYERS)}, with commas between them")
     parser.add_argument("--rounds", type=int, required=True, help="how often each takes its turn")
     parser.add_argument("--tune", action="store_true", help="let the layers choose on this machine what was the fastest")
@@ -257,6 +260,8 @@ def run_ranks(op: Op, doc: str | None) -> None:
         if rate:
             title += f"; the link carries {rate / 1e9:.0f} GB/s"
         report.publish(op.name, rows, COLUMNS, title, given.json)
+        if given.out:
+            picture.save(rows, given.out, title)
         if given.tune:
             tune(rows, tuned())
     mesh.close()

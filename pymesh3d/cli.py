@@ -23,7 +23,7 @@ from rich.console import Console
 
 from pymesh3d import __version__
 from pymesh3d.commands import check, draw, env, train
-from pymesh3d.commands.files import require_writable
+from pymesh3d.commands.files import require_picture, require_writable
 from pymesh3d.commands.spelling import as_typed, fields_of, option_of
 from pymesh3d.config import MODELS, RECOMPUTE, SCHEDULES, Layout, ModelConfig, TrainConfig, full_dtype, runs
 from pymesh3d.errors import ConfigError, DistributedError
@@ -124,6 +124,7 @@ def parser() -> argparse.ArgumentParser:
     products = bench.add_argument_group("of products that talk to other ranks")
     products.add_argument("--tp", type=int, default=0, metavar="N", help="over so many ranks (default: all GPUs here, or 2 processes)")
     products.add_argument("--shapes", default="", metavar="NAMES", help="models, with commas between them (default: llama-8b,llama-70b)")
+    products.add_argument("--out", type=_name, metavar="FILE", help="draw the times (.png, .svg or .pdf)")
     products.add_argument("--tune", action="store_true", help="let the layers choose on this machine what was the fastest")
     here = commands.add_parser("env", help="what this machine has, what is missing, and what runs instead")
     here.add_argument("--json", type=_name, metavar="FILE", help="write it as JSON")
@@ -325,11 +326,12 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     """Run the one benchmark that is asked for."""
-    given = {"tp": args.tp, "shapes": args.shapes, "tuning": args.tune}
+    given = {"tp": args.tp, "shapes": args.shapes, "out": args.out, "tuning": args.tune}
     given = {key: value for key, value in given.items() if value}
     if given and args.name not in PRODUCTS:
         option = next(iter(given)).replace("tuning", "tune")
         raise ConfigError(f"bench {args.name} --{option}", f"only {', '.join(PRODUCTS)} have that", "Leave it out")
+    require_picture("--out", args.out)
     status: int = importlib.import_module(f"pymesh3d.bench.{args.name}").main(args.json, **given)
     return status
 

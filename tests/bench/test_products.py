@@ -20,12 +20,14 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 def test_it_runs_between_two_processes(tmp_path: Path, name: str) -> None:
-    file = tmp_path / "times.json"
+    file, out = tmp_path / "times.json", tmp_path / "times.svg"
     done = subprocess.run(
-        [sys.executable, "-m", "pymesh3d", "bench", name, "--tp", "2", "--shapes", "tiny", "--json", str(file)],
+        [sys.executable, "-m", "pymesh3d", "bench", name, "--tp", "2", "--shapes", "tiny", "--json", str(file), "--out", str(out)],
         capture_output=True, text=True, timeout=90, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0 and "over 2 ranks on cpu" in done.stdout, done
+    drawn = out.read_text()
+    assert drawn.count('<g id="axes_') == 2 and "<!-- tiny up" in drawn and "<!-- tokens over all ranks -->" in drawn
     forward, backward = sorted(json.loads(file.read_text())["rows"], key=lambda row: row["turned"])
     gathers = name == "all_gather_matmul"
     assert (forward["tokens"], forward["cols"], forward["depth"]) == (32, 24, 16)
@@ -76,6 +78,7 @@ def test_tuning_keeps_the_fastest_of_a_graph(tmp_path: Path, monkeypatch: pytest
         (["all_gather_matmul", "--shapes", "llama-8b,huge"], "--shapes huge: no such shapes. Use tiny or llama-8b or llama-70b"),
         (["all_gather_matmul", "--tp", "1"], "a product over 1 ranks: 2 to 8 can talk to each other here. Use --tp 2"),
         (["matmul_reduce_scatter", "--tune"], "--tune: there is no GPU whose kernels could be chosen. Leave it out"),
+        (["matmul_all_reduce", "--out", "picture.bmp"], "--out picture.bmp: the end of its name picks the format"),
         (["philox", "--tp", "2"], "bench philox --tp: only all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter have that"),
     ],
 )
