@@ -9,14 +9,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import math
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +27,7 @@ from ..comm.workspace import Workspace
 from ..errors import ConfigError
 from ..launch import launch
 from ..mesh import Mesh, init_mesh
-from ..ops.choose import IMPLEMENTATIONS, can, tuned
+from ..ops.choose import IMPLEMENTATIONS, can, keep
 from ..ops.fused import FUSED
 from . import picture, report
 
@@ -58,6 +56,7 @@ COLUMNS = {
     "ours": ("", ""),
     "speed": ("speed, best\nother = 1", ".2f"),
     "of_floor": ("time,\nfloor = 1", ".2f"),
+    "hidden": ("hidden of\nthe rest", ".0%"),
 }
 
 
@@ -111,11 +110,12 @@ def measure(op: Op, mesh: Mesh, cell: Cell, shares: dict[str, Workspace], link: 
     }
     if op.torch_fused is not None and mesh.device.type == "cuda":
         runs["torch"] = functools.partial(op.torch_fused, a, b.t(), axis.group.group_name)
-    able = [name for name in IMPLEMENTATIONS if can(name, op.name, a, b)]
+    able = [name for name in IMPLEMENTATIONS if can(name, op.name, (rows, cols, depth), a)]
     ours = [name for name in able if name != "plain"] or able  # the plain kernel is for GPUs that have no other
     for name in ours:
-        share = shares.setdefault(name, Workspace(f"{op.name} ({name})", axis, mesh.device))
-        runs[name] = functools.partial(FUSED[op.name], name, share, axis, a, b)
+        if name not in shares:
+            shares[name] = Workspace(f"{op.name} ({name})", axis, mesh.device)
+        runs[name] = functools.partial(FUSED[op.name], name, shares[name], axis, a, b)
     received = op.sent(ranks) * whole.numel() * whole.element_size()
     repeats = max(LEAST, min(MOST, int(ENOUGH / (2 * cell.tokens * cell.cols * cell.depth / ranks)))) if link else 1
     found: list[report.Row] = []
@@ -195,7 +195,7 @@ def link_rate(mesh: Mesh) -> float | None:
 
 
 def choices(rows: Sequence[report.Row]) -> list[dict[str, Any]]:
-    """What `ops.choose` reads: for each product in a graph, the fastest of those that layers can use."""
+    """What `ops.choose` keeps: for each product in a graph, the fastest of those that layers can use."""
     found = []
     for row in rows:
         if row["mode"] == "graph":
@@ -205,17 +205,6 @@ def choices(rows: Sequence[report.Row]) -> list[dict[str, Any]]:
             kept = {key: row[key] for key in ("op", "ranks", "turned")}
             found.append({**kept, "card": torch.cuda.get_device_name(), **sizes, "best": best})
     return found
-
-
-def tune(rows: Sequence[report.Row], file: Path) -> None:
-    """Put the choices into the file, in place of those of the same products."""
-    new = choices(rows)
-    same = ("op", "card", "ranks", "turned", "rows", "cols", "depth")
-    keys = {tuple(row[key] for key in same) for row in new}
-    old = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-    kept = [row for row in old if tuple(row[key] for key in same) not in keys]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("[\n" + ",\n".join(json.dumps(row) for row in [*kept, *new]) + "\n]\n", encoding="utf-8")
 
 
 def main(
@@ -263,7 +252,7 @@ def run_ranks(op: Op, doc: str | None) -> None:
         if given.out:
             picture.save(rows, given.out, title)
         if given.tune:
-            tune(rows, tuned())
+            keep(choices(rows))
     mesh.close()
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may still let go of Python objects

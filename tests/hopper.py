@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pymesh3d.triton_kernels.matmul_hopper import Tiles
+from pymesh3d.triton_kernels.matmul_hopper import LARGE, SMALL
 
-TILES = [Tiles(64, 256, 64, 3), Tiles(64, 128, 64, 6)]
+TILES = [LARGE, SMALL]
 HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 

@@ -27,6 +27,8 @@ from .matmul_hopper import (
     next_job,
     offer_job,
     programs,
+    readable,
+    require_fit,
     shared,
     start,
     stores_have_arrived,
@@ -244,6 +246,11 @@ def launch(
     """As that of `all_gather_matmul`, in bfloat16, for at least as many rows as a tile has. `parts`: every rank's slots, bytes."""
     ranks, (rows, depth), cols = len(parts), a.shape, b.shape[0]
     tiles = tiles or tiles_for(ranks * rows, cols)
+    size, length = needed(ranks, rows, depth, cols, tiles)
+    assert slots.size >= size and slots.length >= length, f"slots of {slots.size} bytes and {slots.length} flags, needed {size}, {length}"
+    assert rows >= 2 * tiles.half, f"{rows} rows, fewer than the {2 * tiles.half} of a tile"
+    require_fit(a, b, cols, depth)
+    a, b = readable(a), readable(b, turned_too=True)
     y = torch.empty(ranks * rows, cols, dtype=a.dtype, device=a.device)
     memory = [descriptor(part[: ranks * rows * depth * 2].view(a.dtype).view(-1, depth), tiles.half, tiles.k) for part in parts]
     running = min(programs(a.device), ranks * tiles.of(rows, cols))

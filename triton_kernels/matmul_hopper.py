@@ -228,16 +228,31 @@ def matmul_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-def fits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the accelerator can read and write these [M, K] and [N, K] (or the transpose of a [K, N]) and what comes of them."""
-    sizes = (*a.shape, b.shape[0])
-    aligned = all(x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 for x in (a, b.t() if turned(b) else b))
-    return a.dtype == b.dtype == torch.bfloat16 and min(sizes) > 0 and sizes[1] % 8 == sizes[2] % 8 == 0 and aligned
+LARGE, SMALL = Tiles(64, 256, 64, 3), Tiles(64, 128, 64, 6)
+
+
+def fits(rows: int, cols: int, depth: int, dtype: torch.dtype) -> bool:
+    """Whether there is a kernel for [rows, depth] times [cols, depth]^T: the accelerator moves 16 bytes at a time."""
+    return dtype == torch.bfloat16 and min(rows, cols, depth) > 0 and depth % 8 == cols % 8 == 0
+
+
+def require_fit(a: torch.Tensor, b: torch.Tensor, cols: int, depth: int) -> None:
+    """a must be [M, depth] and b [cols, depth], of which there is a product."""
+    alike = a.dtype == b.dtype and a.shape[1] == b.shape[1] == depth and b.shape[0] == cols
+    assert alike and fits(a.shape[0], cols, depth, a.dtype), f"{list(a.shape)} of {a.dtype}, {list(b.shape)} of {b.dtype}"
+
+
+def readable(x: torch.Tensor, *, turned_too: bool = False) -> torch.Tensor:
+    """x [rows, cols] as the accelerator can read it, row by row, or with `turned_too` column by column: itself, or a copy."""
+    for one in (x, x.t()) if turned_too else (x,):
+        if one.stride(1) == 1 and one.stride(0) % 8 == 0 and one.stride(0) >= one.shape[1] and one.data_ptr() % 16 == 0:
+            return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def tiles_for(rows: int, cols: int) -> Tiles:
     """The tiles of a result [rows, cols]: large ones, if most programs get one and a half of them at least."""
-    return Tiles(64, 256, 64, 3) if Tiles(64, 256, 64, 3).of(rows, cols) > 200 else Tiles(64, 128, 64, 6)
+    return LARGE if LARGE.of(rows, cols) > 200 else SMALL
 
 
 def turned(b: torch.Tensor) -> bool:
@@ -251,7 +266,7 @@ def weights(b: torch.Tensor, tiles: Tiles) -> Any:
 
 
 def descriptor(x: torch.Tensor, rows: int, cols: int) -> Any:
-    """What the accelerator needs to know of x to copy its blocks [rows, cols]. Made without triton's checks, which `fits` stands for."""
+    """What the accelerator needs to know of x to copy its blocks [rows, cols]. Made without triton's checks: x is `readable`."""
     made = object.__new__(TensorDescriptor)
     made.base, made.shape, made.strides, made.block_shape, made.layout = x, x.shape, x.stride(), [rows, cols], _layout(rows, cols)
     return made
@@ -275,6 +290,7 @@ def start(kernel: Any, running: int, device: torch.device, args: tuple[Any, ...]
     """Start so many programs of a kernel that `constants` alone tell from others. Triton looks at all arguments only the first time, which
     takes longer than a small product (host of an H200: 64 us; after that 28).
     """
+    assert torch.cuda.current_device() == device.index, f"tensors of {device}, the current device is {torch.cuda.current_device()}"
     key = kernel, device, *constants.values()
     if key in _compiled:
         compiled, values = _compiled[key]
@@ -287,7 +303,8 @@ def start(kernel: Any, running: int, device: torch.device, args: tuple[Any, ...]
 def launch(a: torch.Tensor, b: torch.Tensor, tiles: Tiles | None = None) -> torch.Tensor:
     """a [M, K] times b^T for b [N, K], in bfloat16: [M, N], new and contiguous. N and K are multiples of 8."""
     (rows, depth), cols = a.shape, b.shape[0]
-    tiles = tiles or tiles_for(rows, cols)
+    require_fit(a, b, cols, depth)
+    a, b, tiles = readable(a), readable(b, turned_too=True), tiles or tiles_for(rows, cols)
     y = torch.empty(rows, cols, dtype=a.dtype, device=a.device)
     start(
         matmul_kernel, min(programs(a.device), tiles.of(rows, cols)), a.device,

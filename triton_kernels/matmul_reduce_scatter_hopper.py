@@ -25,6 +25,8 @@ from .matmul_hopper import (
     next_job,
     offer_job,
     programs,
+    readable,
+    require_fit,
     shared,
     start,
     tiles_for,
@@ -176,6 +178,11 @@ def launch(
     ranks = len(parts)
     rows, cols = a.shape[0] // ranks, b.shape[0]
     tiles = tiles or tiles_for(rows, cols)
+    size, length = needed(ranks, rows, cols, tiles)
+    assert slots.size >= size and slots.length >= length, f"slots of {slots.size} bytes and {slots.length} flags, needed {size}, {length}"
+    assert a.shape[0] == ranks * rows, f"{a.shape[0]} rows of {ranks} ranks"
+    require_fit(a, b, cols, a.shape[1])
+    a, b = readable(a), readable(b, turned_too=True)
     y = torch.empty(rows, cols, dtype=a.dtype, device=a.device)
     start(
         matmul_reduce_scatter_kernel, min(programs(a.device), ranks * tiles.of(rows, cols)), a.device,

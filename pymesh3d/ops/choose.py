@@ -1,9 +1,9 @@
 """Which implementation computes a product that talks to other ranks.
 
 `torch`: its product, then a collective; `plain`: a kernel for any GPU; `hopper-256` and `hopper-128`: one for Hopper, with tiles so wide.
-The choice is what was the fastest of a CUDA graph for the most similar product that was measured (measured.json, and what
-`pymesh3d bench OP --tune` measured on this machine). All ranks must choose alike, so nothing else counts but what they share: shapes, the
-kind of GPU, and the environment.
+The choice is what was the fastest of a CUDA graph for the most similar product that `pymesh3d bench OP --tune` measured on this machine,
+each alone: what a layer's backward can hide behind the product for its weights was not hidden. All ranks must choose alike, so nothing else
+counts but what they share: shapes, dtype, the kind of GPU, and the environment.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,47 +26,48 @@ from pymesh3d.triton_kernels import backend, matmul_hopper
 log = logging.getLogger("pymesh3d")
 
 VARIABLE = "PYMESH3D_PRODUCTS"  # of the environment; it forces one of `IMPLEMENTATIONS` wherever it can compute at all
-TILES = {"hopper-256": matmul_hopper.Tiles(64, 256, 64, 3), "hopper-128": matmul_hopper.Tiles(64, 128, 64, 6)}
+TILES = {"hopper-256": matmul_hopper.LARGE, "hopper-128": matmul_hopper.SMALL}
 IMPLEMENTATIONS = ("torch", "plain", *TILES)
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-LEAST_ROWS = {"all_gather_matmul": 128, "matmul_reduce_scatter": 1}  # of a rank, for the ops that have a kernel for Hopper
-SHIPPED = Path(__file__).with_name("measured.json")
+HOPPER = ("all_gather_matmul", "matmul_reduce_scatter")  # ops that have a kernel for it
+LEAST = 128  # rows of a rank that the first of them gathers
+PRODUCT = ("op", "card", "ranks", "rows", "cols", "depth", "turned")  # what is known of one that was measured, beside the "best"
 PAIR = ("rows", "depth", "cols", "depth")
 SIMILAR = 3.0  # doublings of sizes, in all, within which one product says something about another
 
 
-def choose(op: str, rows: torch.Tensor, weight: torch.Tensor, axis: Axis) -> str:
-    """The implementation of `op` for rows [M, K], of this rank, times weight [N, K]^T. Raises ConfigError where what the environment asks
-    for cannot be.
+def choose(op: str, sizes: tuple[int, int, int], turned: bool, like: torch.Tensor, axis: Axis) -> str:
+    """The implementation of `op` for rows [M, K] of this rank times a weight [N, K]^T. `sizes`: M, N, K; `turned`: the transpose of the
+    weight is what is kept; `like`: has their dtype and device. Raises ConfigError where what the environment asks for cannot be.
     """
+    word = forced()
+    if axis.size == 1 or word == "torch":
+        return "torch"
+    if word is None:
+        if like.device.type != "cuda" or not on_one_host(axis.ranks):
+            return "torch"
+        word = fastest(op, _card(like.device), axis.size, *sizes, turned)
+    return word if can(word, op, sizes, like) else "torch"
+
+
+def forced() -> str | None:
+    """What the environment asks for. Raises ConfigError where that cannot be."""
     word = os.environ.get(VARIABLE)
     if word is not None and word not in IMPLEMENTATIONS:
         raise ConfigError(f"{VARIABLE}={word}", "no such implementation", f"Use one of {', '.join(IMPLEMENTATIONS)}, or leave it unset")
     if word not in (None, "torch") and not backend.available:
         raise ConfigError(f"{VARIABLE}={word}", backend.reason, f"Use {VARIABLE}=torch, or leave it unset")
-    if axis.size == 1 or word == "torch":
-        return "torch"
-    if word is None:
-        if rows.device.type != "cuda" or not on_one_host(axis.ranks):
-            return "torch"
-        turned = weight.stride(-1) != 1
-        word = fastest(op, _card(rows.device), axis.size, rows.shape[0], weight.shape[0], rows.shape[1], turned)
-    return word if can(word, op, rows, weight) else "torch"
+    return word
 
 
-def can(name: str, op: str, rows: torch.Tensor, weight: torch.Tensor) -> bool:
+def can(name: str, op: str, sizes: tuple[int, int, int], like: torch.Tensor) -> bool:
     """Whether an implementation that is not torch's can compute this."""
     if not backend.available or name == "torch":
         return False
     if name == "plain":
-        return rows.dtype in DTYPES
-    return (
-        op in LEAST_ROWS
-        and rows.device.type == "cuda"
-        and torch.cuda.get_device_capability(rows.device) == (9, 0)
-        and rows.shape[0] >= LEAST_ROWS[op]
-        and matmul_hopper.fits(rows, weight)
-    )
+        return like.dtype in DTYPES
+    enough = op != "all_gather_matmul" or sizes[0] >= LEAST
+    return op in HOPPER and enough and _is_hopper(like.device) and matmul_hopper.fits(*sizes, like.dtype)
 
 
 def on_one_host(ranks: tuple[int, ...]) -> bool:
@@ -95,26 +97,45 @@ def fastest(op: str, card: str, ranks: int, rows: int, cols: int, depth: int, tu
 
 @functools.cache
 def measured() -> list[dict[str, Any]]:
-    """What was shipped, and before it what this machine has found out. Raises ConfigError where a file cannot be read."""
-    rows: list[dict[str, Any]] = []
-    for file in (tuned(), SHIPPED):
-        if file.exists():
-            try:
-                rows += json.loads(file.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise ConfigError(str(file), f"not what `bench --tune` writes: {error}", "Delete it, or tune again") from error
-    return rows
+    """What this machine has found out; nothing where its file may not be read. Raises ConfigError where it holds something else."""
+    file = tuned()
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        log.warning("%s cannot be read (%s): torch computes all tensor-parallel products", file, error.strerror)
+        return []
+    try:
+        rows = json.loads(text)
+    except ValueError:
+        rows = None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and {*row} == {*PRODUCT, "best"} for row in rows):
+        raise ConfigError(str(file), "not what `bench --tune` writes", "Delete it, or tune again")
+    return [row for row in rows if row["best"] in IMPLEMENTATIONS]
+
+
+def keep(rows: Sequence[dict[str, Any]]) -> None:
+    """Put what was measured into the file, in place of the same products, at once: jobs may read it. Raises OSError."""
+    new = {tuple(row[key] for key in PRODUCT): row for row in rows}
+    old = [row for row in measured() if tuple(row[key] for key in PRODUCT) not in new]
+    file = tuned()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_suffix(f".{os.getpid()}")
+    beside.write_text("[\n" + ",\n".join(json.dumps(row) for row in [*old, *new.values()]) + "\n]\n", encoding="utf-8")
+    beside.replace(file)
+    measured.cache_clear()
+    fastest.cache_clear()
 
 
 def tuned() -> Path:
     """Where `pymesh3d bench OP --tune` leaves what it found."""
-    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(cache) / "pymesh3d" / "products.json"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "pymesh3d" / "products.json"
 
 
 def state() -> str:
-    """What decides here, for `pymesh3d env`. Raises ConfigError where a file cannot be read."""
-    if word := os.environ.get(VARIABLE):
+    """What decides here, for `pymesh3d env`. Raises ConfigError as `forced` and `measured` do."""
+    if word := forced():
         return f"{word}, wherever it can compute: {VARIABLE} forces it"
     if not torch.cuda.is_available():
         return "torch (others are chosen on GPUs only)"
@@ -128,3 +149,8 @@ def state() -> str:
 @functools.cache
 def _card(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)

@@ -59,12 +59,12 @@ FUSED: dict[str, Callable[[str, Workspace, Axis, torch.Tensor, torch.Tensor], to
 
 def _computed(op: str, tokens: torch.Tensor, weight: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, Workspace] | None:
     """The product of tokens [T, ..., K], with their dims but the first as they were, and where its op keeps what it shares."""
-    rows, weight = tokens.reshape(-1, tokens.shape[-1]), weight.detach()
-    kernel = choose(op, rows, weight, axis)
-    if kernel == "torch":
+    count = tokens.shape[:-1].numel()
+    kernel = choose(op, (count, *weight.shape), weight.stride(-1) != 1, tokens, axis)
+    if kernel == "torch":  # before rows are copied one after the other
         return None
     share = workspace(op, axis, tokens.device)
-    y = FUSED[op](kernel, share, axis, rows, weight)
+    y = FUSED[op](kernel, share, axis, tokens.reshape(count, tokens.shape[-1]), weight.detach())
     return y.view(-1, *tokens.shape[1:-1], weight.shape[0]), share
 
 
@@ -87,6 +87,5 @@ def scattered_product(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> torc
 
 def reduced_product(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> torch.Tensor | None:
     """The ranks' sum of x [..., K] times weight [N, K]^T: [..., N], the same bits on each."""
-    rows, weight = x.reshape(-1, x.shape[-1]), weight.detach()
-    done = _computed("matmul_all_reduce", rows, weight, axis)
+    done = _computed("matmul_all_reduce", x, weight, axis)
     return None if done is None else done[0].view(*x.shape[:-1], weight.shape[0])

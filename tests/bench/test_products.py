@@ -12,6 +12,7 @@ import torch
 
 from pymesh3d import cli
 from pymesh3d.bench import all_gather_matmul, matmul, matmul_reduce_scatter, products
+from pymesh3d.ops.choose import PRODUCT
 from pymesh3d.triton_kernels import backend
 
 ROOT = Path(__file__).parents[2]
@@ -60,16 +61,15 @@ def test_cells_are_the_products_of_forward_and_backward() -> None:
     ]
 
 
-def test_tuning_keeps_the_fastest_of_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_of_a_graph_is_chosen_of_what_layers_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
     row = {"op": "matmul_reduce_scatter", "ranks": 2, "turned": False, "rows": 8, "rank_cols": 16, "rank_depth": 4, "mode": "graph"}
     times = {"unfused_us": 9.0, "torch_us": 1.0, "hopper-256_us": 7.0, "hopper-128_us": 8.0}
-    file = tmp_path / "folder" / "products.json"
-    products.tune([{**row, **times}, {**row, **times, "mode": "eager", "hopper-128_us": 1.0}], file)
+    rows = [{**row, **times}, {**row, **times, "mode": "eager", "hopper-128_us": 1.0}, {**row, **times, "rows": 99, "unfused_us": 2.0}]
     kept = {"op": "matmul_reduce_scatter", "ranks": 2, "turned": False, "card": "a card", "rows": 8, "cols": 16, "depth": 4}
-    assert json.loads(file.read_text()) == [{**kept, "best": "hopper-256"}]
-    products.tune([{**row, **times, "unfused_us": 2.0}, {**row, **times, "rows": 99}], file)
-    assert json.loads(file.read_text()) == [{**kept, "best": "torch"}, {**kept, "rows": 99, "best": "hopper-256"}]
+    found = products.choices(rows)
+    assert found == [{**kept, "best": "hopper-256"}, {**kept, "rows": 99, "best": "torch"}]
+    assert all({*one} == {*PRODUCT, "best"} for one in found)
 
 
 @pytest.mark.parametrize(

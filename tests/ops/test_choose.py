@@ -13,6 +13,7 @@ import torch
 
 from pymesh3d.errors import ConfigError
 from pymesh3d.ops import choose as choices
+from pymesh3d.ops import fused
 from pymesh3d.ops.choose import VARIABLE, choose, fastest
 from pymesh3d.triton_kernels import backend
 from tests.kernels import needs_kernels
@@ -24,7 +25,7 @@ X = torch.zeros(2, 8)
 
 
 def chosen(x: torch.Tensor, axis: Any = PAIR) -> set[str]:
-    return {choose(op, x, x, axis) for op in OPS}
+    return {choose(op, (2, 8, 8), False, x, axis) for op in OPS}
 
 
 def test_torch_computes_unless_something_else_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +60,6 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The file of what this machine has found out, which is not there yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(choices, "SHIPPED", tmp_path / "shipped.json")
     (tmp_path / "pymesh3d").mkdir()
     _forget()
     yield tmp_path / "pymesh3d" / "products.json"
@@ -90,17 +90,43 @@ def test_the_most_similar_product_that_was_measured_decides(tuned: Path) -> None
     assert best(0) == "torch"
 
 
-def test_what_this_machine_has_found_out_comes_before_what_was_shipped(tuned: Path) -> None:
-    choices.SHIPPED.write_text(json.dumps([row("hopper-128"), row("torch", rows=64)]))
-    tuned.write_text(json.dumps([row("hopper-256")]))
-    assert fastest(OPS[0], "a card", 2, 1024, 4096, 2048, False) == "hopper-256"
-    assert fastest(OPS[0], "a card", 2, 64, 4096, 2048, False) == "torch"
+def test_what_is_measured_again_takes_the_place_of_the_old(tuned: Path) -> None:
+    choices.keep([row("hopper-128"), row("torch", rows=64)])
+    assert fastest(OPS[0], "a card", 2, 1024, 4096, 2048, False) == "hopper-128"
+    choices.keep([row("hopper-256"), row("plain", rows=9)])
+    assert fastest(OPS[0], "a card", 2, 1024, 4096, 2048, False) == "hopper-256", "at once"
+    assert json.loads(tuned.read_text()) == [row("torch", rows=64), row("hopper-256"), row("plain", rows=9)]
+    assert [path.name for path in tuned.parent.iterdir()] == ["products.json"]
 
 
-def test_a_damaged_file_is_named(tuned: Path) -> None:
-    tuned.write_text("[")
-    with pytest.raises(ConfigError, match=r"products\.json: not what `bench --tune` writes: .*\. Delete it, or tune again"):
+@pytest.mark.parametrize("text", ["[", "null", '{"a": 1}', '[{"op": "all_gather_matmul"}]', "[3]"])
+def test_a_file_of_something_else_is_named(tuned: Path, text: str) -> None:
+    tuned.write_text(text)
+    with pytest.raises(ConfigError, match=r"products\.json: not what `bench --tune` writes\. Delete it, or tune again"):
         fastest(OPS[0], "a card", 2, 1, 1, 1, False)
+
+
+def test_a_file_that_may_not_be_read_is_none(tuned: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(self: Path, **_: Any) -> str:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert fastest(OPS[0], "a card", 2, 1024, 4096, 2048, False) == "torch"
+    assert caplog.messages == [f"{tuned} cannot be read (Permission denied): torch computes all tensor-parallel products"]
+
+
+def test_an_implementation_of_another_version_is_left_out(tuned: Path) -> None:
+    tuned.write_text(json.dumps([row("gone"), row("hopper-256", rows=2048)]))
+    assert fastest(OPS[0], "a card", 2, 1024, 4096, 2048, False) == "hopper-256"
+
+
+def test_nothing_is_copied_where_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens first, rows of a batch do not lie one after the other."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(torch.Tensor, "reshape", None)
+    x, weight = torch.zeros(3, 4, 8), torch.zeros(16, 8)
+    for product in (fused.gathered_product, fused.scattered_product, fused.reduced_product):
+        assert product(x, weight, PAIR) is None  # type: ignore[operator]
 
 
 def test_ranks_of_several_hosts_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,9 +150,13 @@ def test_the_log_says_what_was_chosen_and_why(tuned: Path, caplog: pytest.LogCap
     ]
 
 
+@needs_kernels
 def test_state_is_what_decides(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "plain")
     assert choices.state() == "plain, wherever it can compute: PYMESH3D_PRODUCTS forces it"
+    monkeypatch.setenv(VARIABLE, "fast")
+    with pytest.raises(ConfigError, match="no such implementation"):
+        choices.state()
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choices.state() == "torch (others are chosen on GPUs only)"
