@@ -118,3 +118,42 @@ def test_more_programs_give_where_there_is_less_to_multiply() -> None:
     assert shares_of(2, 4096, 3072, 4096, LARGE)[0] == 32 > shares_of(2, 4096, 14336, 4096, LARGE)[0] == 16
     assert shares_of(2, 256, 28672, 8192, LARGE)[1] == 66, "as many as 132 programs multiply at once"
     assert shares_of(2, 4096, 14336, 4096, LARGE)[1] == 56, "all, of many rows"
+
+
+class Kernel:
+    """Stands for one that triton compiles: remembers what was compiled and what was started."""
+
+    arg_names = ("a", "rows", "TURNED", "HALF")
+
+    def __init__(self) -> None:
+        self.compiled: list[Any] = []
+        self.started: list[Any] = []
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def compile_and_start(*args: Any, num_warps: int, **constants: Any) -> Any:
+            self.compiled.append((grid, args, constants, num_warps))
+            kernel = self
+
+            class Compiled:
+                def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+                    return lambda *values: kernel.started.append((grid, values))
+
+            return Compiled()
+
+        return compile_and_start
+
+
+def test_a_kernel_is_compiled_once_for_its_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And then started with other arguments, and its constants in the order in which it takes them."""
+    monkeypatch.setattr(matmul_hopper, "_compiled", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    kernel, gpu = Kernel(), torch.device("cuda", 1)
+    for count, half in ((7, 64), (9, 64), (8, 32), (3, 64)):
+        matmul_hopper.start(kernel, count, gpu, ("a", count), {"HALF": half, "TURNED": False})
+    assert kernel.compiled == [
+        ((7,), ("a", 7), {"HALF": 64, "TURNED": False}, 4),
+        ((8,), ("a", 8), {"HALF": 32, "TURNED": False}, 4),
+    ]
+    assert kernel.started == [((9, 1, 1), ("a", 9, False, 64)), ((3, 1, 1), ("a", 3, False, 64))]
+    with pytest.raises(AssertionError, match="tensors of cuda:0, the current device is 1"):
+        matmul_hopper.start(kernel, 1, torch.device("cuda", 0), (), {})
