@@ -116,6 +116,8 @@ def measure(op: Op, mesh: Mesh, cell: Cell, shares: dict[str, Workspace], link: 
         if name not in shares:
             shares[name] = Workspace(f"{op.name} ({name})", axis, mesh.device)
         runs[name] = functools.partial(FUSED[op.name], name, shares[name], axis, a, b)
+    if cell.turned and not op.gathers:
+        runs |= _with_weights(op, axis, a, b, {name: runs[name] for name in ours})
     received = op.sent(ranks) * whole.numel() * whole.element_size()
     repeats = max(LEAST, min(MOST, int(ENOUGH / (2 * cell.tokens * cell.cols * cell.depth / ranks)))) if link else 1
     found: list[report.Row] = []
@@ -134,6 +136,25 @@ def measure(op: Op, mesh: Mesh, cell: Cell, shares: dict[str, Workspace], link: 
     for share in shares.values():
         share.check()
     return found
+
+
+def _with_weights(
+    op: Op, axis: Axis, a: torch.Tensor, b: torch.Tensor, ours: dict[str, Callable[[], object]]
+) -> dict[str, Callable[[], object]]:
+    """What the backward pass of a column-parallel layer does: the product for its weights follows, and hides the collective, if there is
+    one.
+    """
+    x = torch.randn(a.shape[0], b.shape[0], device=a.device).to(a.dtype)
+
+    def unfused() -> object:
+        pending = op.collective(a @ b.t(), axis)
+        return a.t() @ x, pending.wait()
+
+    return {"unfused_layer": unfused} | {f"{name}_layer": functools.partial(_both, run, a, x) for name, run in ours.items()}
+
+
+def _both(run: Callable[[], object], a: torch.Tensor, x: torch.Tensor) -> object:
+    return run(), a.t() @ x
 
 
 def _medians(runs: dict[str, Callable[[], object]], mesh: Mesh, mode: str, repeats: int, rounds: int) -> dict[str, float]:
@@ -195,12 +216,13 @@ def link_rate(mesh: Mesh) -> float | None:
 
 
 def choices(rows: Sequence[report.Row]) -> list[dict[str, Any]]:
-    """What `ops.choose` keeps: for each product in a graph, the fastest of those that layers can use."""
+    """What `ops.choose` keeps: for each product in a graph, the fastest of those that layers can use, with what follows it in a layer."""
     found = []
     for row in rows:
         if row["mode"] == "graph":
-            names = {"torch": "unfused"} | {name: name for name in IMPLEMENTATIONS if name != "torch" and f"{name}_us" in row}
-            best = min(names, key=lambda name: float(row[f"{names[name]}_us"] or math.inf))
+            kind = "layer_us" if "unfused_layer_us" in row else "us"
+            times = {name: row.get(f"{'unfused' if name == 'torch' else name}_{kind}") for name in IMPLEMENTATIONS}
+            best = min(times, key=lambda name: float(times[name] or math.inf))
             sizes = {"rows": row["rows"], "cols": row["rank_cols"], "depth": row["rank_depth"]}
             kept = {key: row[key] for key in ("op", "ranks", "turned")}
             found.append({**kept, "card": torch.cuda.get_device_name(), **sizes, "best": best})

@@ -1,9 +1,8 @@
 """Which implementation computes a product that talks to other ranks.
 
 `torch`: its product, then a collective; `plain`: a kernel for any GPU; `hopper-256` and `hopper-128`: one for Hopper, with tiles so wide.
-The choice is what was the fastest of a CUDA graph for the most similar product that `pymesh3d bench OP --tune` measured on this machine,
-each alone: what a layer's backward can hide behind the product for its weights was not hidden. All ranks must choose alike, so nothing else
-counts but what they share: shapes, dtype, the kind of GPU, and the environment.
+The choice is what was the fastest, in a CUDA graph, for the most similar product that `pymesh3d bench OP --tune` measured on this machine.
+All ranks must choose alike, so nothing else counts but what they share: shapes, dtype, the kind of GPU, and the environment.
 """
 
 from __future__ import annotations

@@ -38,6 +38,10 @@ def test_it_runs_between_two_processes(tmp_path: Path, name: str) -> None:
     for row in (forward, backward):
         assert (row["ranks"], row["mode"]) == (2, "eager")
         assert all(row[f"{run}_us"] > 0 for run in ("unfused", "product", "collective"))
+        layer = {key for key in row if key.endswith("_layer_us")}
+        assert layer == (
+            {"unfused_layer_us", *(["plain_layer_us"] if backend.available else [])} if row["turned"] and not gathers else set()
+        )
         assert ("plain_us" in row) == backend.available and "hopper-256_us" not in row
         if backend.available:
             assert row["ours"] == "plain" and row["speed"] == pytest.approx(row["unfused_us"] / row["plain_us"])
@@ -66,9 +70,12 @@ def test_the_fastest_of_a_graph_is_chosen_of_what_layers_can_use(monkeypatch: py
     row = {"op": "matmul_reduce_scatter", "ranks": 2, "turned": False, "rows": 8, "rank_cols": 16, "rank_depth": 4, "mode": "graph"}
     times = {"unfused_us": 9.0, "torch_us": 1.0, "hopper-256_us": 7.0, "hopper-128_us": 8.0}
     rows = [{**row, **times}, {**row, **times, "mode": "eager", "hopper-128_us": 1.0}, {**row, **times, "rows": 99, "unfused_us": 2.0}]
+    in_layers = {"unfused_layer_us": 10.0, "hopper-256_layer_us": 12.0, "hopper-128_layer_us": 11.0}
+    rows += [{**row, **times, **in_layers, "turned": True}, {**row, **times, **in_layers, "turned": True, "unfused_layer_us": 11.5}]
     kept = {"op": "matmul_reduce_scatter", "ranks": 2, "turned": False, "card": "a card", "rows": 8, "cols": 16, "depth": 4}
     found = products.choices(rows)
-    assert found == [{**kept, "best": "hopper-256"}, {**kept, "rows": 99, "best": "torch"}]
+    assert found[:2] == [{**kept, "best": "hopper-256"}, {**kept, "rows": 99, "best": "torch"}]
+    assert found[2:] == [{**kept, "turned": True, "best": best} for best in ("torch", "hopper-128")]
     assert all({*one} == {*PRODUCT, "best"} for one in found)
 
 
