@@ -13,7 +13,6 @@ import math
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from ..mesh import Mesh, init_mesh
 from ..ops.choose import IMPLEMENTATIONS, can, keep
 from ..ops.fused import FUSED
 from . import picture, report
+from .timing import milliseconds
 
 TOKENS = {"cuda": (512, 2048, 8192, 16384), "cpu": (32,)}
 COLUMN = ("qkv", "up")  # layers that gather tokens before their product; the others scatter them after it, and backward it is the reverse
@@ -159,7 +159,6 @@ def _both(run: Callable[[], object], a: torch.Tensor, x: torch.Tensor) -> object
 
 def _medians(runs: dict[str, Callable[[], object]], mesh: Mesh, mode: str, repeats: int, rounds: int) -> dict[str, float]:
     """In us of one call, by turns."""
-    on_gpu = mesh.device.type == "cuda"
     calls: dict[str, Callable[[], None]] = {name: functools.partial(_repeated, run, repeats) for name, run in runs.items()}
     for call in calls.values():
         call()  # compiles, and makes what ranks share
@@ -169,7 +168,7 @@ def _medians(runs: dict[str, Callable[[], object]], mesh: Mesh, mode: str, repea
     dist.barrier()
     for _ in range(rounds + 1):
         for name, call in calls.items():
-            times[name].append((_seconds_on_gpu(call) if on_gpu else _seconds(call)) / repeats * 1e6)
+            times[name].append(milliseconds(call, mesh.device.type, head_start=False) / repeats * 1e3)
     medians = torch.tensor([statistics.median(taken[1:]) for taken in times.values()], dtype=torch.float64)
     return dict(zip(times, exchange_numbers(medians, mesh, "comparing times").amax(0).tolist(), strict=True))
 
@@ -186,21 +185,6 @@ def _captured(call: Callable[[], None]) -> Callable[[], None]:
         call()
     replay: Callable[[], None] = graph.replay
     return replay
-
-
-def _seconds(call: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
-def _seconds_on_gpu(call: Callable[[], None]) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
 
 
 def link_rate(mesh: Mesh) -> float | None:

@@ -20,7 +20,7 @@ def medians_in_turns(candidates: Mapping[str, Callable[[], object]], device: str
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(ROUNDS + 1):
         for name, run in candidates.items():
-            times[name].append(_milliseconds(run, device))
+            times[name].append(milliseconds(run, device))
     return {name: statistics.median(taken[1:]) for name, taken in times.items()}  # the first round compiles and warms up
 
 
@@ -39,13 +39,15 @@ def rows_of_passes(ours: str, passes: Mapping[str, Mapping[str, Callable[[], obj
     return rows
 
 
-def _milliseconds(run: Callable[[], object], device: str) -> float:
+def milliseconds(run: Callable[[], object], device: str, *, head_start: bool = True) -> float:
+    """Of one run, on `device`; without a head start, a GPU that is idle waits for the host."""
     if device == "cpu":
         start = time.perf_counter()
         run()
         return (time.perf_counter() - start) * 1e3
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(HEAD_START)
+    if head_start:
+        torch.cuda._sleep(HEAD_START)
     begin.record()
     run()
     end.record()

@@ -246,8 +246,7 @@ def launch(
     """As that of `all_gather_matmul`, in bfloat16, for at least as many rows as a tile has. `parts`: every rank's slots, bytes."""
     ranks, (rows, depth), cols = len(parts), a.shape, b.shape[0]
     tiles = tiles or tiles_for(ranks * rows, cols)
-    size, length = needed(ranks, rows, depth, cols, tiles)
-    assert slots.size >= size and slots.length >= length, f"slots of {slots.size} bytes and {slots.length} flags, needed {size}, {length}"
+    slots.require(*needed(ranks, rows, depth, cols, tiles))
     assert rows >= 2 * tiles.half, f"{rows} rows, fewer than the {2 * tiles.half} of a tile"
     require_fit(a, b, cols, depth)
     a, b = readable(a), readable(b, turned_too=True)

@@ -31,6 +31,10 @@ class Slots(NamedTuple):
     size: int
     length: int
 
+    def require(self, size: int, length: int) -> None:
+        """They must have so much at least: what is written beyond them would be other memory of other ranks."""
+        assert size <= self.size and length <= self.length, f"{size} bytes and {length} flags in slots of {self.size} and {self.length}"
+
 
 def needed(ranks: int, rows: int, cols: int, dtype: torch.dtype, tiles: Tiles | None = None) -> tuple[int, int]:
     """The least `size` and `length` of slots for a result [rows, cols] on each rank."""
@@ -147,8 +151,8 @@ def start(
     `jobs`: how many tiles its programs share.
     """
     assert a.dim() == b.dim() == 2 and a.shape[1] == b.shape[1] and a.dtype == b.dtype, f"{a.shape} {a.dtype} times {b.shape} {b.dtype}"
-    (size, length), ranks = wanted, slots.memory.numel()
-    assert size <= slots.size and length <= slots.length, f"{size} bytes and {length} flags in slots of {slots.size} and {slots.length}"
+    slots.require(*wanted)
+    ranks = slots.memory.numel()
     if y.numel():
         a = a if a.stride(1) == 1 else a.contiguous()
         b = b if b.stride(1) == 1 else b.contiguous()

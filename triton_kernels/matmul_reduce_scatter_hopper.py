@@ -178,8 +178,7 @@ def launch(
     ranks = len(parts)
     rows, cols = a.shape[0] // ranks, b.shape[0]
     tiles = tiles or tiles_for(rows, cols)
-    size, length = needed(ranks, rows, cols, tiles)
-    assert slots.size >= size and slots.length >= length, f"slots of {slots.size} bytes and {slots.length} flags, needed {size}, {length}"
+    slots.require(*needed(ranks, rows, cols, tiles))
     assert a.shape[0] == ranks * rows, f"{a.shape[0]} rows of {ranks} ranks"
     require_fit(a, b, cols, a.shape[1])
     a, b = readable(a), readable(b, turned_too=True)

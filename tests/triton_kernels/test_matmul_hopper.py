@@ -74,10 +74,8 @@ def test_kernels_are_given_each_of_their_arguments(monkeypatch: pytest.MonkeyPat
     assert launch(a, b, SMALL).shape == (512, 1024)
     assert matmul_reduce_scatter_hopper.launch(a, b, 2, slots, parts, counters, tiles=SMALL, patience=2.0).shape == (128, 1024)
     turned = b.view(64, 1024).t()
-    assert all_gather_matmul_hopper.launch(a, turned, 2, slots, parts, counters, tiles=LARGE, patience=2.0).shape == (
-        2048,
-        1024,
-    )
+    y = all_gather_matmul_hopper.launch(a, turned, 2, slots, parts, counters, tiles=LARGE, patience=2.0)
+    assert y.shape == (2048, 1024)
     alone, scattered, gathered = given.values()
     assert [alone[size] for size in ("rows", "cols", "depth", "running", "TURNED")] == [512, 1024, 64, 32, False]
     assert [scattered[size] for size in ("rows", "cols", "depth", "running", "RANKS")] == [128, 1024, 64, 32, 4]
@@ -95,8 +93,11 @@ def test_slots_that_are_too_small_are_refused() -> None:
     a, b = torch.zeros(512, 64, dtype=torch.bfloat16), torch.zeros(1024, 64, dtype=torch.bfloat16)
     addresses, parts = torch.zeros(2, dtype=torch.int64), [torch.zeros(512, dtype=torch.uint8)] * 2
     counters = Counters(torch.zeros(4, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-    for module in (matmul_reduce_scatter_hopper, all_gather_matmul_hopper):
-        with pytest.raises(AssertionError, match="slots of 256 bytes and 1 flags"):
+    for module, text in (
+        (matmul_reduce_scatter_hopper, "1048576 bytes and 16 flags"),
+        (all_gather_matmul_hopper, "131072 bytes and 5 flags"),
+    ):
+        with pytest.raises(AssertionError, match=f"{text} in slots of 256 and 1"):
             module.launch(a, b, 0, Slots(addresses, addresses, 256, 1), parts, counters)
 
 
