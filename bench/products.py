@@ -110,12 +110,12 @@ def measure(op: Op, mesh: Mesh, cell: Cell, shares: dict[str, Workspace], link: 
     }
     if op.torch_fused is not None and mesh.device.type == "cuda":
         runs["torch"] = functools.partial(op.torch_fused, a, b.t(), axis.group.group_name)
-    able = [name for name in IMPLEMENTATIONS if can(name, op.name, (rows, cols, depth), a)]
+    able = [name for name in IMPLEMENTATIONS if can(name, op.name, (rows, cols, depth), a, ranks)]
     ours = [name for name in able if name != "plain"] or able  # the plain kernel is for GPUs that have no other
     for name in ours:
         if name not in shares:
             shares[name] = Workspace(f"{op.name} ({name})", axis, mesh.device)
-        runs[name] = functools.partial(FUSED[op.name], name, shares[name], axis, a, b)
+        runs[name] = functools.partial(FUSED[op.name], name, shares[name], axis, a, b, **({"keep": cell.turned} if op.gathers else {}))
     if cell.turned and not op.gathers:
         runs |= _with_weights(op, axis, a, b, {name: runs[name] for name in ours})
     received = op.sent(ranks) * whole.numel() * whole.element_size()

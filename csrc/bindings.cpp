@@ -7,17 +7,23 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "gpu.h"
+#include "kernel.h"
 #include "link.h"
 #include "nccl.h"
 #include "probe.h"
 
 namespace py = pybind11;
+using pymesh3d::Argument;
 using pymesh3d::Ends;
 using pymesh3d::Gpu;
+using pymesh3d::Kernel;
 using pymesh3d::Link;
+using pymesh3d::Matrix;
 using pymesh3d::Nccl;
 using pymesh3d::NcclOptions;
 using pymesh3d::Piece;
@@ -47,9 +53,30 @@ std::unique_ptr<Link> make_link(std::shared_ptr<const Gpu> gpu, std::shared_ptr<
                                 NcclOptions{min_ctas, max_ctas, timeout});
 }
 
-std::pair<std::uint64_t, std::uint64_t> transfer(Link& link, std::uintptr_t sent, std::size_t sent_bytes, std::uintptr_t received, std::size_t received_bytes, Stream stream) {
+std::pair<std::uint64_t, std::uint64_t> transfer(Link& link, std::uintptr_t sent, std::size_t sent_bytes, std::uintptr_t received,
+                                                 std::size_t received_bytes, Stream stream) {
   const py::gil_scoped_release released;
   return link.transfer({sent, sent_bytes}, {received, received_bytes}, stream);
+}
+
+// Each a number, or a tuple of what a Matrix holds, in order.
+std::vector<Argument> as_arguments(const py::sequence& given) {
+  std::vector<Argument> arguments;
+  for (const py::handle one : given) {
+    if (!py::isinstance<py::tuple>(one)) {
+      arguments.emplace_back(one.cast<std::int64_t>());
+      continue;
+    }
+    const auto [address, rows, cols, stride, block_rows, block_cols] =
+        one.cast<std::tuple<std::uintptr_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uint32_t, std::uint32_t>>();
+    arguments.emplace_back(Matrix{address, rows, cols, stride, block_rows, block_cols});
+  }
+  return arguments;
+}
+
+std::unique_ptr<Kernel> make_kernel(std::shared_ptr<const Gpu> gpu, std::uintptr_t function, unsigned programs, unsigned threads,
+                                    unsigned shared_bytes, const py::sequence& arguments) {
+  return std::make_unique<Kernel>(std::move(gpu), function, programs, threads, shared_bytes, as_arguments(arguments));
 }
 
 }  // namespace
@@ -86,6 +113,11 @@ PYBIND11_MODULE(_C, module) {
       .def("check", &Link::check, NoGil())
       .def("abort", &Link::abort, py::arg("seconds"), NoGil())
       .def("close", &Link::close, NoGil());
+
+  py::class_<Kernel>(module, "Kernel", "A kernel that triton has compiled, and its arguments.")
+      .def(py::init(&make_kernel), py::arg("gpu"), py::arg("function"), py::arg("programs"), py::arg("threads"), py::arg("shared_bytes"),
+           py::arg("arguments"))
+      .def("start", &Kernel::start, py::arg("stream"), py::arg("addresses"), NoGil());
 
   // Opening a library reads files and runs its constructors, which may take long.
   module.def("probe", &pymesh3d::probe, py::arg("name"), py::arg("path") = "", py::call_guard<py::gil_scoped_release>(),

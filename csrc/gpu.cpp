@@ -6,7 +6,6 @@ namespace pymesh3d {
 namespace {
 
 constexpr int success = 0, not_ready = 600;  // CUDA_SUCCESS, CUDA_ERROR_NOT_READY
-constexpr int interface = 12000;             // the driver hands out its functions as CUDA 12.0 knew them
 constexpr unsigned non_blocking = 1;         // CU_STREAM_NON_BLOCKING
 constexpr unsigned without_timing = 2;       // CU_EVENT_DISABLE_TIMING
 constexpr unsigned for_device = 1 | 2;       // CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTALLOC_DEVICEMAP
@@ -15,13 +14,12 @@ void* pointer(std::uintptr_t handle) { return reinterpret_cast<void*>(handle); }
 
 }  // namespace
 
-template <typename Signature>
-Signature* Gpu::driver_function(const char* name) const {
+void* Gpu::find(const char* name, int interface) const {
   auto* look_up = library_.function<Status(const char*, void**, int, std::uint64_t)>("cuGetProcAddress");
   void* address = nullptr;
   if (look_up(name, &address, interface, 0) != success || !address)
     throw LibraryError(std::string("the CUDA driver has no function ") + name);
-  return reinterpret_cast<Signature*>(address);
+  return address;
 }
 
 Gpu::Gpu(const std::string& path)

@@ -26,6 +26,16 @@ class Gpu {
  public:
   explicit Gpu(const std::string& path = "libcuda.so.1");
 
+  using Status = int;  // CUresult
+
+  // A function of the driver, as the CUDA of `interface` (12000 stands for 12.0) knew it. Throws LibraryError.
+  template <typename Signature>
+  Signature* driver_function(const char* name, int interface = 12000) const {
+    return reinterpret_cast<Signature*>(find(name, interface));
+  }
+  // Throws GpuError where a `call` did not succeed.
+  void check(Status status, const char* call) const;
+
   // The current context, for another thread to use.
   Context context() const;
   void use(Context context) const;
@@ -50,10 +60,7 @@ class Gpu {
   void write(Stream stream, Counter* counter, std::uint64_t value) const;
 
  private:
-  using Status = int;  // CUresult
-  template <typename Signature>
-  Signature* driver_function(const char* name) const;
-  void check(Status status, const char* call) const;
+  void* find(const char* name, int interface) const;
 
   Library library_;
   Status (*error_string_)(Status, const char**);

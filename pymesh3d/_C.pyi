@@ -59,3 +59,20 @@ class Link:
     def check(self) -> None: ...
     def abort(self, seconds: float) -> bool: ...
     def close(self) -> None: ...
+
+class Kernel:
+    """A kernel that triton has compiled, and its arguments: numbers, and matrices as (address, rows, cols, stride, block_rows, block_cols).
+
+    Matrices with address 0 get theirs at every start. Every call may raise GpuError.
+    """
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        function: int,
+        programs: int,
+        threads: int,
+        shared_bytes: int,
+        arguments: Sequence[int | tuple[int, int, int, int, int, int]],
+    ) -> None: ...
+    def start(self, stream: int, addresses: Sequence[int]) -> None: ...

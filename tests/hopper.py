@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pymesh3d.triton_kernels.matmul_hopper import LARGE, SMALL
+from pymesh3d.triton_kernels.launch_hopper import LARGE, SMALL
 
 TILES = [LARGE, SMALL]
 HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -1,12 +1,14 @@
 """The compiled part: it was built, finds libraries, explains why it does not, and lets other threads run meanwhile."""
 
+import ctypes
 import hashlib
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +23,8 @@ from tests.processes import ticks_while
 from tests.stub import COMPILER
 
 ROOT = Path(__file__).parents[1]
-CORE = [ROOT / "csrc" / f"{name}.cpp" for name in ("gpu", "library", "link", "nccl", "probe")]
-PROGRAMS = [ROOT / "csrc" / f"{name}.cpp" for name in ("link_test", "link_abort_test", "core_test")]
+CORE = [ROOT / "csrc" / f"{name}.cpp" for name in ("gpu", "kernel", "library", "link", "nccl", "probe")]
+PROGRAMS = [ROOT / "csrc" / f"{name}.cpp" for name in ("link_test", "link_abort_test", "kernel_test", "core_test")]
 LINK_TESTS = {"link_test": ["1000"], "link_abort_test": []}  # and what they take besides the library
 SANITIZERS = {
     "memory": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
@@ -200,6 +202,13 @@ def test_core_under_the_sanitizers(fake: Build, sanitized: dict[str, Path]) -> N
 
 @pytest.mark.timeout(300)  # the first builds everything
 @needs_compiler
+@pytest.mark.parametrize("kind", SANITIZERS)
+def test_kernels_under_the_sanitizers(sanitized: dict[str, Path], kind: str) -> None:
+    expect_success(started(sanitized[kind] / "kernel_test", sanitized[kind] / "libstub.so"))
+
+
+@pytest.mark.timeout(300)  # the first builds everything
+@needs_compiler
 @pytest.mark.parametrize("program", LINK_TESTS)
 @pytest.mark.parametrize("kind", SANITIZERS)
 def test_links_under_the_sanitizers(quick_links: dict[tuple[str, str], subprocess.Popen[str]], kind: str, program: str) -> None:
@@ -212,6 +221,46 @@ def test_links_under_the_sanitizers(quick_links: dict[tuple[str, str], subproces
 @pytest.mark.parametrize("kind", SANITIZERS)
 def test_many_transfers_with_long_delays(sanitized: dict[str, Path], kind: str) -> None:
     expect_success(started(sanitized[kind] / "link_test", sanitized[kind] / "libstub.so", "10000"))
+
+
+# What a CUfunction points to in tests/stub/stub.h, and what it calls when it is started.
+STARTED = ctypes.CFUNCTYPE(
+    None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint, ctypes.POINTER(ctypes.c_void_p)
+)
+
+
+class Function(ctypes.Structure):
+    _fields_ = (("sizes", ctypes.POINTER(ctypes.c_size_t)), ("started", STARTED))
+
+
+@needs_core
+@needs_compiler
+def test_kernel_is_started_from_python(tmp_path: Path) -> None:
+    library = stub.build(tmp_path)
+    machine = stub.Machine(library)
+    machine.use_context()
+    sizes = [8, 128, 4, 4, 8, 8, 4, 128, 4, 4, 8, 8, 8, 8]
+    starts = []
+
+    def keep(_: int, stream: int, programs: int, threads: int, shared_bytes: int, parameters: Sequence[int]) -> None:
+        values = [ctypes.string_at(parameters[index], size) for index, size in enumerate(sizes)]
+        maps = [struct.unpack_from("8x4Q2I", value) for value in values if len(value) == 128]  # the start of `Encoded`
+        numbers = [int.from_bytes(value, sys.byteorder, signed=True) for value in values if len(value) < 128]
+        starts.append(((stream, programs, threads, shared_bytes), maps, numbers))
+
+    function = Function((ctypes.c_size_t * 15)(*sizes, 0), STARTED(keep))
+    matrices = (0, 300, 200, 256, 128, 64), (0x3000, 30, 20, 24, 16, 8)
+    kernel = native._C.Kernel(native._C.Gpu(library), ctypes.addressof(function), 132, 384, 200_000, [2**40, matrices[0], -3, matrices[1]])
+    kernel.start(7, [0x1000])
+    numbers = [2**40, 300, 200, 256, 1, -3, 30, 20, 24, 1, 0, 0]
+    sizes_and_blocks = (200, 300, 512, 64, 128), (20, 30, 48, 8, 16)
+    assert starts == [((7, 132, 384, 200_000), [(0x1000, *sizes_and_blocks[0]), (0x3000, *sizes_and_blocks[1])], numbers)]
+    with pytest.raises(native._C.GpuError, match="the kernel takes 1 addresses, not 2"):
+        kernel.start(7, [0x1000, 0x2000])
+    machine.hang("cuLaunchKernel", 600)
+    ticks = ticks_while(lambda: kernel.start(8, (0x2000,)), seconds=0.5)
+    assert ticks >= 5, "no other thread ran while a kernel was started"
+    assert starts[1:] == [((8, 132, 384, 200_000), [(0x2000, *sizes_and_blocks[0]), (0x3000, *sizes_and_blocks[1])], numbers)]
 
 
 @needs_core

@@ -14,44 +14,54 @@ from collections.abc import Sequence
 import torch
 
 from .backend import gl, gluon_jit, hopper, load_tile, store_tile, tl
+from .launch_hopper import Native, Prepared, Tiles, descriptor, programs, tiles_for
 from .matmul import GROUP, place_of
 from .matmul_hopper import (
     LOADS,
     SECOND,
     STORES,
-    Tiles,
-    descriptor,
     fence_accelerator,
     load_operands,
     multiply_tiles,
     next_job,
     offer_job,
-    programs,
-    readable,
-    require_fit,
     shared,
-    start,
     stores_have_arrived,
-    tiles_for,
-    turned,
-    weights,
 )
 from .matmul_reduce_scatter import Slots
 from .signals import PATIENCE, Counters, end_of_program, missing_word, signal, take_job, wait
 
-LEAST_GIVERS, MOST_GIVERS = 16, 32  # programs that give rows away before they multiply
+LEAST_GIVERS, MOST_GIVERS = 8, 32  # programs that give rows away before they multiply
 STRIP = 16  # blocks that one of them gives away at a time, at most
 # of an H200: seconds until rows begin to come; bytes in a second, of a link and of one program that gives; operations in a second of one
-LATENCY, LINK, GIVEN, SPEED = 20e-6, 320e9, 14e9, 6e12
+LATENCY, LINK, GIVEN, SPEED = 20e-6, 320e9, 40e9, 6e12
+
+
+@gluon_jit
+def piece(uppers, lowers, columns, stage, number: gl.constexpr, TURNED: gl.constexpr, HALF: gl.constexpr):  # type: ignore[no-untyped-def]
+    """One of the pieces [HALF, BLOCK_K] of shared memory that a stage of the ring consists of."""
+    if number == 0:
+        return uppers.index(stage)
+    elif number == 1:
+        return lowers.index(stage)
+    elif TURNED:
+        return columns.index(stage).slice((number - 2) * HALF, HALF, 1)
+    else:
+        return columns.index(stage).slice((number - 2) * HALF, HALF, 0)
 
 
 @gluon_jit
 def give_rows(  # type: ignore[no-untyped-def]
-    a, ranks, flags, uppers, lowers, come, calls, call, trouble, told, rank, rows, depth, length, width, patience,
-    RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    a, ranks, flags, uppers, lowers, columns, come, calls, call, trouble, told, rank, rows, depth, length, width, patience,
+    TURNED: gl.constexpr, KEEP: gl.constexpr, RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copy one strip after the other of this rank's rows into the slots of all `ranks`: `width` blocks [2 * HALF, BLOCK_K] each."""
-    AHEAD: gl.constexpr = STAGES // 2  # blocks that are loaded before the first is stored
+    """Copy one strip after the other of this rank's rows into the slots of all other ranks, and its own to KEEP them: `width` blocks
+    [2 * HALF, BLOCK_K] each, as many at a time as a stage of the ring can hold.
+    """
+    AHEAD: gl.constexpr = STAGES // 2  # stages that are loaded before the first is stored
+    HELD: gl.constexpr = 1 + BLOCK_N // (2 * HALF)
+    FIRST: gl.constexpr = 0 if KEEP else 1
     runs = gl.cdiv(rows, 2 * HALF)
     blocks = gl.cdiv(depth, BLOCK_K)
     across = gl.cdiv(blocks, width)
@@ -69,21 +79,24 @@ def give_rows(  # type: ignore[no-untyped-def]
     while strip < runs * across:
         run = strip // across
         first = strip % across * width
-        count = gl.minimum(width, blocks - first)
+        count = gl.cdiv(gl.minimum(width, blocks - first), HELD)  # what lies beyond the last block is neither loaded nor stored
         row = gl.minimum(run * 2 * HALF, rows - 2 * HALF)
         for step in range(count + AHEAD):
             if step < count:
                 stage = (given + step) % STAGES
-                hopper.tma.store_wait((STAGES - 1 - AHEAD) * 2 * RANKS)  # what was in this stage has been read
-                hopper.mbarrier.expect(come.index(stage), 2 * HALF * BLOCK_K * 2)
-                load_tile(a, [row, (first + step) * BLOCK_K], come.index(stage), uppers.index(stage))
-                load_tile(a, [row + HALF, (first + step) * BLOCK_K], come.index(stage), lowers.index(stage))
+                hopper.tma.store_wait((STAGES - 1 - AHEAD) * 2 * HELD * (RANKS - FIRST))  # what was in this stage has been read
+                hopper.mbarrier.expect(come.index(stage), HELD * 2 * HALF * BLOCK_K * 2)
+                for number in gl.static_range(2 * HELD):
+                    at = [row + number % 2 * HALF, (first + step * HELD + number // 2) * BLOCK_K]
+                    load_tile(a, at, come.index(stage), piece(uppers, lowers, columns, stage, number, TURNED, HALF))
             if step >= AHEAD:
-                stage = (given + step - AHEAD) % STAGES
-                hopper.mbarrier.wait(come.index(stage), (given + step - AHEAD) // STAGES & 1)
-                for following in gl.static_range(RANKS):
-                    store_tile(ranks[following], [rank * rows + row, (first + step - AHEAD) * BLOCK_K], uppers.index(stage))
-                    store_tile(ranks[following], [rank * rows + row + HALF, (first + step - AHEAD) * BLOCK_K], lowers.index(stage))
+                done = step - AHEAD
+                stage = (given + done) % STAGES
+                hopper.mbarrier.wait(come.index(stage), (given + done) // STAGES & 1)
+                for number in gl.static_range(2 * HELD):
+                    at = [rank * rows + row + number % 2 * HALF, (first + done * HELD + number // 2) * BLOCK_K]
+                    for following in gl.static_range(FIRST, RANKS):
+                        store_tile(ranks[following], at, piece(uppers, lowers, columns, stage, number, TURNED, HALF))
         given += count
         stores_have_arrived()
         tl.debug_barrier()
@@ -98,8 +111,8 @@ def give_rows(  # type: ignore[no-untyped-def]
 def load_gathered_tiles(  # type: ignore[no-untyped-def]
     a, b, here, ranks, flags, uppers, lowers, columns, full, empty, come, jobs, offered, read, calls, trouble, told, rank, rows, cols,
     depth, length, width, givers, lead, patience,
-    TURNED: gl.constexpr, RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
+    TURNED: gl.constexpr, KEEP: gl.constexpr, RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring with the operands of this program's tiles, if it is not among the first `givers`, which give rows away before.
 
@@ -115,8 +128,8 @@ def load_gathered_tiles(  # type: ignore[no-untyped-def]
     job = take_job(calls, 0)
     if job < givers:
         give_rows(
-            a, ranks, flags, uppers, lowers, come, calls, call, trouble, told, rank, rows, depth, length, width, patience,
-            RANKS, HALF, BLOCK_K, STAGES,
+            a, ranks, flags, uppers, lowers, columns, come, calls, call, trouble, told, rank, rows, depth, length, width, patience,
+            TURNED, KEEP, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES,
         )  # fmt: skip
     while job < down * across * RANKS:
         mixed = job - lead * down
@@ -183,8 +196,8 @@ def all_gather_matmul_kernel(  # type: ignore[no-untyped-def]
     here,  # descriptor of this rank's slots [RANKS * rows, depth]
     other_1, other_2, other_3, other_4, other_5, other_6, other_7,  # those of rank + 1, rank + 2, ...; None where there are fewer
     flags, calls, trouble, told, rank, rows, cols, depth, length, width, givers, lead, patience: tl.int64,
-    RANKS: gl.constexpr, TURNED: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
+    RANKS: gl.constexpr, TURNED: gl.constexpr, KEEP: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """A program copies one strip after the other, and computes one tile after the other, those of this rank's rows first."""
     ranks = (here, other_1, other_2, other_3, other_4, other_5, other_6, other_7)  # one by one: triton 3.6 starts no kernel with a tuple
@@ -203,7 +216,7 @@ def all_gather_matmul_kernel(  # type: ignore[no-untyped-def]
                               TURNED, False, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES)),
             (load_gathered_tiles, (a, b, here, ranks, flags, uppers, lowers, columns, full, empty, come, jobs, offered, read, calls,
                                    trouble, told, rank, rows, cols, depth, length, width, givers, lead, patience,
-                                   TURNED, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES, GROUP)),
+                                   TURNED, KEEP, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES, GROUP)),
             (store_gathered_tiles, (y, upper, lower, jobs, offered, read, free, ready, calls, rank, rows, cols, RANKS, HALF, BLOCK_N)),
         ],
         [4, 1, 1],
@@ -232,7 +245,7 @@ def shares(ranks: int, rows: int, cols: int, depth: int, tiles: Tiles, running: 
     return givers, across if down > GROUP else min(across, -(-running * rounds // down))
 
 
-def launch(
+def prepare(
     a: torch.Tensor,
     b: torch.Tensor,
     rank: int,
@@ -242,25 +255,24 @@ def launch(
     *,
     tiles: Tiles | None = None,
     patience: float = PATIENCE,
-) -> torch.Tensor:
-    """As that of `all_gather_matmul`, in bfloat16, for at least as many rows as a tile has. `parts`: every rank's slots, bytes."""
+    keep: bool = True,
+    native: Native | None = None,
+) -> Prepared:
+    """As `launch` of `all_gather_matmul`, in bfloat16, for at least as many rows as a tile has. `parts`: every rank's slots, bytes. `keep`:
+    this rank's rows shall stand among the gathered ones in its slots.
+    """
     ranks, (rows, depth), cols = len(parts), a.shape, b.shape[0]
     tiles = tiles or tiles_for(ranks * rows, cols)
     slots.require(*needed(ranks, rows, depth, cols, tiles))
     assert rows >= 2 * tiles.half, f"{rows} rows, fewer than the {2 * tiles.half} of a tile"
-    require_fit(a, b, cols, depth)
-    a, b = readable(a), readable(b, turned_too=True)
-    y = torch.empty(ranks * rows, cols, dtype=a.dtype, device=a.device)
     memory = [descriptor(part[: ranks * rows * depth * 2].view(a.dtype).view(-1, depth), tiles.half, tiles.k) for part in parts]
+    others = [memory[(rank + turn) % ranks] if turn < ranks else None for turn in range(1, 8)]
     running = min(programs(a.device), ranks * tiles.of(rows, cols))
     givers, lead = shares(ranks, rows, cols, depth, tiles, running)
     blocks = -(-depth // tiles.k)
-    width = min(blocks, STRIP, max(1, -(-rows // (2 * tiles.half)) * blocks // givers))
-    start(
-        all_gather_matmul_kernel, running, a.device,
-        (descriptor(a, tiles.half, tiles.k), weights(b, tiles), descriptor(y, tiles.half, tiles.n),
-         memory[rank], *(memory[(rank + turn) % ranks] if turn < ranks else None for turn in range(1, 8)), slots.flags, *counters, rank,
-         rows, cols, depth, slots.length, width, givers, lead, int(patience * 1e9)),
-        {"RANKS": ranks, "TURNED": turned(b), **tiles.options()},
-    )  # fmt: skip
-    return y
+    held = 1 + tiles.n // (2 * tiles.half)
+    width = held * -(-min(blocks, STRIP, max(1, -(-rows // (2 * tiles.half)) * blocks // givers)) // held)
+    sizes = rows, cols, depth, slots.length, width, givers, lead, int(patience * 1e9)
+    rest = memory[rank], *others, slots.flags, *counters, rank, *sizes
+    constants = {"RANKS": ranks, "KEEP": keep}
+    return Prepared(all_gather_matmul_kernel, running, a, b, (ranks * rows, cols), tiles, rest, constants, native)

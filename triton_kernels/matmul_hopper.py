@@ -8,33 +8,14 @@ is the parity of how often they have been passed. What loads also says which til
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
-
 import torch
 
-from .backend import TensorDescriptor, constant, gl, gluon_jit, hopper, load_tile, store_tile, tl
-from .matmul import GROUP, place_of
+from .backend import constant, gl, gluon_jit, hopper, load_tile, store_tile, tl
+from .launch_hopper import Native, Prepared, Tiles, programs, tiles_for
+from .matmul import place_of
 
 SECOND, LOADS, STORES = constant(232), constant(40), constant(40)  # registers of a thread in the second group that multiplies, and in the
 # warps that load and store: so nothing is spilt
-
-
-class Tiles(NamedTuple):
-    """The size of a tile of the result [M, N], whose halves have `half` rows each, the step along K, and the stages of the ring."""
-
-    half: int
-    n: int
-    k: int
-    stages: int
-
-    def of(self, rows: int, cols: int) -> int:
-        """How many tiles a result has."""
-        return -(-rows // (2 * self.half)) * -(-cols // self.n)
-
-    def options(self) -> dict[str, Any]:
-        """As a kernel takes them."""
-        return {"HALF": self.half, "BLOCK_N": self.n, "BLOCK_K": self.k, "STAGES": self.stages, "GROUP": GROUP}
 
 
 @gluon_jit
@@ -228,87 +209,9 @@ def matmul_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-LARGE, SMALL = Tiles(64, 256, 64, 3), Tiles(64, 128, 64, 6)
-
-
-def fits(rows: int, cols: int, depth: int, dtype: torch.dtype) -> bool:
-    """Whether there is a kernel for [rows, depth] times [cols, depth]^T: the accelerator moves 16 bytes at a time."""
-    return dtype == torch.bfloat16 and min(rows, cols, depth) > 0 and depth % 8 == cols % 8 == 0
-
-
-def require_fit(a: torch.Tensor, b: torch.Tensor, cols: int, depth: int) -> None:
-    """a must be [M, depth] and b [cols, depth], of which there is a product."""
-    alike = a.dtype == b.dtype and a.shape[1] == b.shape[1] == depth and b.shape[0] == cols
-    assert alike and fits(a.shape[0], cols, depth, a.dtype), f"{list(a.shape)} of {a.dtype}, {list(b.shape)} of {b.dtype}"
-
-
-def readable(x: torch.Tensor, *, turned_too: bool = False) -> torch.Tensor:
-    """x [rows, cols] as the accelerator can read it, row by row, or with `turned_too` column by column: itself, or a copy."""
-    for one in (x, x.t()) if turned_too else (x,):
-        if one.stride(1) == 1 and one.stride(0) % 8 == 0 and one.stride(0) >= one.shape[1] and one.data_ptr() % 16 == 0:
-            return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def tiles_for(rows: int, cols: int) -> Tiles:
-    """The tiles of a result [rows, cols]: large ones, if most programs get one and a half of them at least."""
-    return LARGE if LARGE.of(rows, cols) > 200 else SMALL
-
-
-def turned(b: torch.Tensor) -> bool:
-    """Whether b [N, K] is the transpose of what is kept row by row."""
-    return b.stride(1) != 1 and b.stride(0) == 1
-
-
-def weights(b: torch.Tensor, tiles: Tiles) -> Any:
-    """The descriptor of b [N, K], or of its transpose where that is what is kept."""
-    return descriptor(b.t(), tiles.k, tiles.n) if turned(b) else descriptor(b, tiles.n, tiles.k)
-
-
-def descriptor(x: torch.Tensor, rows: int, cols: int) -> Any:
-    """What the accelerator needs to know of x to copy its blocks [rows, cols]. Made without triton's checks: x is `readable`."""
-    made = object.__new__(TensorDescriptor)
-    made.base, made.shape, made.strides, made.block_shape, made.layout = x, x.shape, x.stride(), [rows, cols], _layout(rows, cols)
-    return made
-
-
-@functools.cache
-def _layout(rows: int, cols: int) -> Any:
-    return gl.NVMMASharedLayout.get_default_for([rows, cols], gl.bfloat16)
-
-
-@functools.cache
-def programs(device: torch.device) -> int:
-    """How many run at once."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-_compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
-
-
-def start(kernel: Any, running: int, device: torch.device, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    """Start so many programs of a kernel that `constants` alone tell from others. Triton looks at all arguments only the first time, which
-    takes longer than a small product (host of an H200: 64 us; after that 28).
-    """
-    assert torch.cuda.current_device() == device.index, f"tensors of {device}, the current device is {torch.cuda.current_device()}"
-    key = kernel, device, *constants.values()
-    if key in _compiled:
-        compiled, values = _compiled[key]
-        compiled[(running, 1, 1)](*args, *values)
-    else:
-        compiled = kernel[(running,)](*args, **constants, num_warps=4)
-        _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
-
-
-def launch(a: torch.Tensor, b: torch.Tensor, tiles: Tiles | None = None) -> torch.Tensor:
-    """a [M, K] times b^T for b [N, K], in bfloat16: [M, N], new and contiguous. N and K are multiples of 8."""
+def prepare(a: torch.Tensor, b: torch.Tensor, tiles: Tiles | None = None, native: Native | None = None) -> Prepared:
+    """a [M, K] times b^T for b [N, K], in bfloat16: [M, N]. N and K are multiples of 8."""
     (rows, depth), cols = a.shape, b.shape[0]
-    require_fit(a, b, cols, depth)
-    a, b, tiles = readable(a), readable(b, turned_too=True), tiles or tiles_for(rows, cols)
-    y = torch.empty(rows, cols, dtype=a.dtype, device=a.device)
-    start(
-        matmul_kernel, min(programs(a.device), tiles.of(rows, cols)), a.device,
-        (descriptor(a, tiles.half, tiles.k), weights(b, tiles), descriptor(y, tiles.half, tiles.n), rows, cols, depth),
-        {"TURNED": turned(b), **tiles.options()},
-    )  # fmt: skip
-    return y
+    tiles = tiles or tiles_for(rows, cols)
+    running = min(programs(a.device), tiles.of(rows, cols))
+    return Prepared(matmul_kernel, running, a, b, (rows, cols), tiles, (rows, cols, depth), {}, native)

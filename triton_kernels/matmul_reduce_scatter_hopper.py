@@ -12,32 +12,13 @@ from collections.abc import Sequence
 import torch
 
 from .backend import constant, gl, gluon_jit, hopper, load_tile, store_tile, tl
+from .launch_hopper import WIDTH, Native, Prepared, Tiles, descriptor, programs, tiles_for
 from .matmul import place_of
-from .matmul_hopper import (
-    LOADS,
-    SECOND,
-    STORES,
-    Tiles,
-    descriptor,
-    fence_accelerator,
-    load_operands,
-    multiply_tiles,
-    next_job,
-    offer_job,
-    programs,
-    readable,
-    require_fit,
-    shared,
-    start,
-    tiles_for,
-    turned,
-    weights,
-)
+from .matmul_hopper import LOADS, SECOND, STORES, fence_accelerator, load_operands, multiply_tiles, next_job, offer_job, shared
 from .matmul_reduce_scatter import Slots
 from .signals import PATIENCE, Counters, end_of_program, missing_word, signal, take_job, wait
 
-WIDTH = 64  # columns of a box: 128 bytes, as wide as shared memory's swizzle
-BOX = constant(WIDTH)
+BOX = constant(WIDTH)  # columns
 
 
 @gluon_jit
@@ -58,12 +39,24 @@ def give_tile(address, upper, lower, ACROSS: gl.constexpr, HALF: gl.constexpr): 
 
 
 @gluon_jit
+def fetch_tile(here, place, come, upper, lower, ACROSS: gl.constexpr, HALF: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Begin to load what another rank has left in this rank's slots; `come` tells when it is there."""
+    hopper.mbarrier.expect(come, 2 * ACROSS * HALF * BOX * 2)
+    for box in gl.static_range(ACROSS):
+        load_tile(here, [place + box * HALF, 0], come, upper.slice(box * BOX, BOX, 1))
+        load_tile(here, [place + (ACROSS + box) * HALF, 0], come, lower.slice(box * BOX, BOX, 1))
+
+
+@gluon_jit
 def load_scattered_tiles(  # type: ignore[no-untyped-def]
     a, b, uppers, lowers, columns, full, empty, jobs, offered, read, calls, rank, rows, cols, depth,
-    TURNED: gl.constexpr, RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
+    TURNED: gl.constexpr, WITHIN: gl.constexpr, RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring with the operands of this program's tiles: of the rows of rank + 1, rank + 2, ... and of this rank's, which wait."""
+    """Fill the ring with the operands of this program's tiles: of the rows of rank + 1, rank + 2, ... and of this rank's, which wait.
+
+    WITHIN: the last tile begins earlier, where it would go beyond the rows of its rank.
+    """
     tiles = gl.cdiv(rows, 2 * HALF) * gl.cdiv(cols, BLOCK_N)
     loaded = 0
     count = 0
@@ -71,6 +64,8 @@ def load_scattered_tiles(  # type: ignore[no-untyped-def]
     offer_job(jobs, offered, read, count, number)
     while number < tiles * RANKS:
         row, col = place_of(number % tiles, rows, cols, 2 * HALF, BLOCK_N, GROUP)
+        if WITHIN:
+            row = gl.minimum(row, rows - 2 * HALF)
         row += (rank + 1 + number // tiles) % RANKS * rows
         loaded = load_operands(a, b, row, col, depth, uppers, lowers, columns, full, empty, loaded, TURNED, HALF, BLOCK_N, BLOCK_K, STAGES)
         count += 1
@@ -105,11 +100,7 @@ def exchange_tiles(  # type: ignore[no-untyped-def]
                 if part > 1:
                     hopper.mbarrier.wait(taken, again & 1)
                     again += 1
-                place = first + (source * tiles + tile) * 2 * ACROSS * HALF
-                hopper.mbarrier.expect(come, 2 * HALF * BLOCK_N * 2)
-                for box in gl.static_range(ACROSS):
-                    load_tile(here, [place + box * HALF, 0], come, upper.slice(box * BOX, BOX, 1))
-                    load_tile(here, [place + (ACROSS + box) * HALF, 0], come, lower.slice(box * BOX, BOX, 1))
+                fetch_tile(here, first + (source * tiles + tile) * 2 * ACROSS * HALF, come, upper, lower, ACROSS, HALF)
         hopper.mbarrier.wait(ready, done & 1)
         if owner == rank:
             row, col = place_of(tile, rows, cols, 2 * HALF, BLOCK_N, GROUP)
@@ -148,7 +139,7 @@ def matmul_reduce_scatter_kernel(  # type: ignore[no-untyped-def]
             (multiply_tiles, (lowers, columns, lower, full, empty, jobs, offered, read, free, ready, come, taken, rows, cols, depth,
                               TURNED, True, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES)),
             (load_scattered_tiles, (a, b, uppers, lowers, columns, full, empty, jobs, offered, read, calls, rank, rows, cols, depth,
-                                    TURNED, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES, GROUP)),
+                                    TURNED, False, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES, GROUP)),
             (exchange_tiles, (y, here, memory, flags, upper, lower, jobs, offered, read, free, ready, come, taken, calls,
                               trouble, told, rank, rows, cols, slot_rows, length, patience, RANKS, HALF, BLOCK_N, GROUP)),
         ],
@@ -163,7 +154,7 @@ def needed(ranks: int, rows: int, cols: int, tiles: Tiles | None = None) -> tupl
     return ranks * tiles.of(rows, cols) * 2 * tiles.half * tiles.n * 2, tiles.of(rows, cols)
 
 
-def launch(
+def prepare(
     a: torch.Tensor,
     b: torch.Tensor,
     rank: int,
@@ -173,21 +164,16 @@ def launch(
     *,
     tiles: Tiles | None = None,
     patience: float = PATIENCE,
-) -> torch.Tensor:
-    """As that of `matmul_reduce_scatter`, in bfloat16. `parts`: every rank's slots, bytes."""
-    ranks = len(parts)
-    rows, cols = a.shape[0] // ranks, b.shape[0]
+    native: Native | None = None,
+) -> Prepared:
+    """As `launch` of `matmul_reduce_scatter`, in bfloat16. `parts`: every rank's slots, bytes."""
+    ranks, depth, cols = len(parts), a.shape[1], b.shape[0]
+    rows = a.shape[0] // ranks
     tiles = tiles or tiles_for(rows, cols)
     slots.require(*needed(ranks, rows, cols, tiles))
     assert a.shape[0] == ranks * rows, f"{a.shape[0]} rows of {ranks} ranks"
-    require_fit(a, b, cols, a.shape[1])
-    a, b = readable(a), readable(b, turned_too=True)
-    y = torch.empty(rows, cols, dtype=a.dtype, device=a.device)
-    start(
-        matmul_reduce_scatter_kernel, min(programs(a.device), ranks * tiles.of(rows, cols)), a.device,
-        (descriptor(a, tiles.half, tiles.k), weights(b, tiles), descriptor(y, tiles.half, tiles.n),
-         descriptor(parts[rank].view(a.dtype).view(-1, WIDTH), tiles.half, WIDTH), *slots[:2], *counters, rank,
-         rows, cols, a.shape[1], slots.size // 2 // WIDTH, slots.length, int(patience * 1e9)),
-        {"RANKS": ranks, "TURNED": turned(b), **tiles.options()},
-    )  # fmt: skip
-    return y
+    here = descriptor(parts[rank].view(a.dtype).view(-1, WIDTH), tiles.half, WIDTH)
+    sizes = rows, cols, depth, slots.size // 2 // WIDTH, slots.length, int(patience * 1e9)
+    running = min(programs(a.device), ranks * tiles.of(rows, cols))
+    rest = here, *slots[:2], *counters, rank, *sizes
+    return Prepared(matmul_reduce_scatter_kernel, running, a, b, (rows, cols), tiles, rest, {"RANKS": ranks}, native)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +16,8 @@ from pymesh3d import __version__
 
 if TYPE_CHECKING:
     from pymesh3d._C import Gpu, Link, Nccl, Probe
+
+log = logging.getLogger("pymesh3d")
 
 CSRC = Path(__file__).parents[2] / "csrc"
 
@@ -71,9 +74,30 @@ def no_nccl() -> str:
 
 
 @functools.cache
+def driver(cuda: str = "libcuda.so.1") -> Gpu:
+    """The CUDA driver, the copy that torch has loaded. Raises RuntimeError where it cannot be opened."""
+    return _C.Gpu(cuda)
+
+
+@functools.cache
 def libraries(cuda: str = "libcuda.so.1", nccl: str = "libnccl.so.2") -> tuple[Gpu, Nccl]:
     """The CUDA driver and NCCL, the copies that torch has loaded. Raises RuntimeError where one cannot be opened."""
-    return _C.Gpu(cuda), _C.Nccl(nccl)
+    return driver(cuda), _C.Nccl(nccl)
+
+
+def starter(
+    function: int, programs: int, threads: int, shared_bytes: int, arguments: Sequence[Any]
+) -> Callable[[int, Sequence[int]], None] | None:
+    """What starts a kernel that triton has compiled, as `Native` of `launch_hopper` says. None without the compiled part, and where the
+    kernel takes its arguments otherwise than those of triton 3.6 do: then triton starts it.
+    """
+    if not available:
+        return None
+    try:
+        return _C.Kernel(driver(), function, programs, threads, shared_bytes, arguments).start
+    except (_C.GpuError, _C.LibraryError) as error:
+        log.info("triton starts its kernels itself: %s", error)
+        return None
 
 
 def link(gpu: Gpu, nccl: Nccl, unique: bytes, ranks: Sequence[int], end: int, device: torch.device, *, timeout: float) -> Link:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 
 from pymesh3d.axis import Axis
@@ -11,7 +14,9 @@ from pymesh3d.errors import ConfigError
 from pymesh3d.triton_kernels.matmul_reduce_scatter import Slots
 from pymesh3d.triton_kernels.signals import Counters
 
+T = TypeVar("T")
 ALIGNED = 512  # bytes: of each half of the slots
+MOST = 1024  # products that are prepared
 
 
 class Workspace:
@@ -27,6 +32,7 @@ class Workspace:
         self._flags: SymmetricBuffer | None = None
         self._slots: Slots | None = None
         self.parts: list[torch.Tensor] = []  # every rank's slots, bytes
+        self._prepared: dict[Any, Any] = {}
         self._trouble = torch.full((1,), -1, dtype=torch.int64, pin_memory=device.type == "cuda")
 
     def slots(self, size: int, length: int) -> Slots:
@@ -42,6 +48,7 @@ class Workspace:
             )
         size, length = (max(size, slots.size), max(length, slots.length)) if slots else (size, length)
         size = -(-max(size, 1) // ALIGNED) * ALIGNED
+        self._prepared.clear()
         self._slots, self.parts = None, []  # the new memory is made by all ranks together, when none of them uses the old any more
         self._memory = SymmetricBuffer(2 * size, self._axis, self._device)
         self._flags = SymmetricBuffer(4 * self._axis.size * length, self._axis, self._device)
@@ -49,6 +56,16 @@ class Workspace:
         self._slots = Slots(self._memory.addresses, self._flags.addresses, size, length)
         self.parts = [self._memory.part(rank, (2 * size,), torch.uint8) for rank in range(self._axis.size)]
         return self._slots
+
+    def prepared(self, key: Any, prepare: Callable[[], T]) -> T:
+        """What `prepare` has returned for this key, as long as the slots are the same."""
+        found: T | None = self._prepared.get(key)
+        if found is None:
+            if len(self._prepared) >= MOST:
+                self._prepared.clear()
+            found = prepare()  # which may need larger slots
+            self._prepared[key] = found
+        return found
 
     def part(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """What begins this rank's slots."""
@@ -73,6 +90,7 @@ class Workspace:
 
     def close(self) -> None:
         """Give the memory back."""
+        self._prepared.clear()
         self._slots = self._memory = self._flags = None
         self.parts = []
 
@@ -86,10 +104,12 @@ def take_turns(device: torch.device) -> None:
     Each fills the GPU. If two of them began in one order here and in another on the next rank, each would wait for the rank that has no
     room for it. In a CUDA graph that is captured the order is the graph's.
     """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda":
         return
     stream, last = torch.cuda.current_stream(device), _last.get(device)
-    if last is not None and last != stream:
+    if stream == last or torch.cuda.is_current_stream_capturing():
+        return
+    if last is not None:
         stream.wait_stream(last)
     _last[device] = stream
 
@@ -97,7 +117,7 @@ def take_turns(device: torch.device) -> None:
 def workspace(op: str, axis: Axis, device: torch.device) -> Workspace:
     """That of an op along an axis, on the current stream, whose turn it is then. It goes with the mesh."""
     take_turns(device)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
     def make() -> Workspace:
         made = Workspace(op, axis, device)

@@ -20,16 +20,16 @@ import torch
 
 from pymesh3d.axis import Axis
 from pymesh3d.errors import ConfigError
-from pymesh3d.triton_kernels import backend, matmul_hopper
+from pymesh3d.triton_kernels import backend
+from pymesh3d.triton_kernels.launch_hopper import LARGE, SMALL, fits
 
 log = logging.getLogger("pymesh3d")
 
 VARIABLE = "PYMESH3D_PRODUCTS"  # of the environment; it forces one of `IMPLEMENTATIONS` wherever it can compute at all
-TILES = {"hopper-256": matmul_hopper.LARGE, "hopper-128": matmul_hopper.SMALL}
+TILES = {"hopper-256": LARGE, "hopper-128": SMALL}
 IMPLEMENTATIONS = ("torch", "plain", *TILES)
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-HOPPER = ("all_gather_matmul", "matmul_reduce_scatter")  # ops that have a kernel for it
-LEAST = 128  # rows of a rank that the first of them gathers
+LEAST = 128  # rows of a rank, which a kernel for Hopper gathers, or sums up for the others
 PRODUCT = ("op", "card", "ranks", "rows", "cols", "depth", "turned")  # what is known of one that was measured, beside the "best"
 PAIR = ("rows", "depth", "cols", "depth")
 SIMILAR = 3.0  # doublings of sizes, in all, within which one product says something about another
@@ -46,7 +46,7 @@ def choose(op: str, sizes: tuple[int, int, int], turned: bool, like: torch.Tenso
         if like.device.type != "cuda" or not on_one_host(axis.ranks):
             return "torch"
         word = fastest(op, _card(like.device), axis.size, *sizes, turned)
-    return word if can(word, op, sizes, like) else "torch"
+    return word if can(word, op, sizes, like, axis.size) else "torch"
 
 
 def forced() -> str | None:
@@ -59,14 +59,17 @@ def forced() -> str | None:
     return word
 
 
-def can(name: str, op: str, sizes: tuple[int, int, int], like: torch.Tensor) -> bool:
+def can(name: str, op: str, sizes: tuple[int, int, int], like: torch.Tensor, ranks: int) -> bool:
     """Whether an implementation that is not torch's can compute this."""
     if not backend.available or name == "torch":
         return False
     if name == "plain":
         return like.dtype in DTYPES
-    enough = op != "all_gather_matmul" or sizes[0] >= LEAST
-    return op in HOPPER and enough and _is_hopper(like.device) and matmul_hopper.fits(*sizes, like.dtype)
+    if not (_is_hopper(like.device) and fits(*sizes, like.dtype)):
+        return False
+    if op == "matmul_all_reduce":
+        return sizes[0] % ranks == 0 and sizes[0] >= LEAST * ranks
+    return op != "all_gather_matmul" or sizes[0] >= LEAST
 
 
 def on_one_host(ranks: tuple[int, ...]) -> bool:

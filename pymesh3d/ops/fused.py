@@ -6,82 +6,106 @@ with other ranks is the workspace of its op.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from pymesh3d.axis import Axis
+from pymesh3d.comm.native import starter
 from pymesh3d.comm.workspace import Workspace, workspace
 from pymesh3d.ops.choose import TILES, choose
 from pymesh3d.triton_kernels import (
     all_gather_matmul,
     all_gather_matmul_hopper,
     matmul_all_reduce,
+    matmul_all_reduce_hopper,
     matmul_reduce_scatter,
     matmul_reduce_scatter_hopper,
 )
+from pymesh3d.triton_kernels.launch_hopper import Prepared, kind
 
 
-def _gather(kernel: str, share: Workspace, axis: Axis, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    sizes, patience = (axis.size, rows.shape[0], rows.shape[1]), axis.timeout.total_seconds()
-    if kernel == "plain":
-        slots = share.slots(*all_gather_matmul.needed(*sizes, rows.dtype))
-        return all_gather_matmul.launch(rows, weight, axis.rank, slots, share.counters, patience=patience)
-    slots = share.slots(*all_gather_matmul_hopper.needed(*sizes, weight.shape[0], TILES[kernel]))
-    return all_gather_matmul_hopper.launch(
-        rows, weight, axis.rank, slots, share.parts, share.counters, tiles=TILES[kernel], patience=patience
-    )
+def _on_hopper(
+    module: Any, kernel: str, share: Workspace, axis: Axis, rows: torch.Tensor, weight: torch.Tensor, sizes: Sequence[int], **more: bool
+) -> torch.Tensor:
+    """By the kernel of a module of `triton_kernels`, which needs slots for these sizes. Prepared once for operands of a kind."""
+
+    def prepare() -> Prepared:
+        slots = share.slots(*module.needed(axis.size, *sizes, TILES[kernel]))
+        given = rows, weight, axis.rank, slots, share.parts, share.counters
+        patience = axis.timeout.total_seconds()
+        prepared: Prepared = module.prepare(*given, tiles=TILES[kernel], patience=patience, native=starter, **more)
+        return prepared
+
+    return share.prepared((kernel, *more.values(), *kind(rows, weight)), prepare)(rows, weight)
+
+
+def _gather(kernel: str, share: Workspace, axis: Axis, rows: torch.Tensor, weight: torch.Tensor, *, keep: bool = False) -> torch.Tensor:
+    """With `keep`, the gathered rows begin this rank's slots then."""
+    if kernel != "plain":
+        sizes = (*rows.shape, weight.shape[0])
+        return _on_hopper(all_gather_matmul_hopper, kernel, share, axis, rows, weight, sizes, keep=keep)
+    slots = share.slots(*all_gather_matmul.needed(axis.size, rows.shape[0], rows.shape[1], rows.dtype))
+    return all_gather_matmul.launch(rows, weight, axis.rank, slots, share.counters, patience=axis.timeout.total_seconds())
 
 
 def _scatter(kernel: str, share: Workspace, axis: Axis, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    sizes, patience = (axis.size, rows.shape[0] // axis.size, weight.shape[0]), axis.timeout.total_seconds()
-    if kernel == "plain":
-        slots = share.slots(*matmul_reduce_scatter.needed(*sizes, rows.dtype))
-        return matmul_reduce_scatter.launch(rows, weight, axis.rank, slots, share.counters, patience=patience)
-    slots = share.slots(*matmul_reduce_scatter_hopper.needed(*sizes, TILES[kernel]))
-    return matmul_reduce_scatter_hopper.launch(
-        rows, weight, axis.rank, slots, share.parts, share.counters, tiles=TILES[kernel], patience=patience
-    )
+    sizes = rows.shape[0] // axis.size, weight.shape[0]
+    if kernel != "plain":
+        return _on_hopper(matmul_reduce_scatter_hopper, kernel, share, axis, rows, weight, sizes)
+    slots = share.slots(*matmul_reduce_scatter.needed(axis.size, *sizes, rows.dtype))
+    return matmul_reduce_scatter.launch(rows, weight, axis.rank, slots, share.counters, patience=axis.timeout.total_seconds())
 
 
 def _reduce(kernel: str, share: Workspace, axis: Axis, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if kernel != "plain":
+        sizes = rows.shape[0] // axis.size, weight.shape[0]
+        return _on_hopper(matmul_all_reduce_hopper, kernel, share, axis, rows, weight, sizes)
     slots = share.slots(*matmul_all_reduce.needed(axis.size, rows.shape[0], weight.shape[0], rows.dtype))
     return matmul_all_reduce.launch(rows, weight, axis.rank, slots, share.counters, patience=axis.timeout.total_seconds())
 
 
 # op -> what computes rows [M, K] times weight [N, K]^T by a kernel that is not torch's
-FUSED: dict[str, Callable[[str, Workspace, Axis, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+FUSED: dict[str, Callable[..., torch.Tensor]] = {
     "all_gather_matmul": _gather,
     "matmul_reduce_scatter": _scatter,
     "matmul_all_reduce": _reduce,
 }
 
 
-def _computed(op: str, tokens: torch.Tensor, weight: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, Workspace] | None:
+def _tokens_first(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dim() == 2 else x.movedim(-2, 0)
+
+
+def _computed(op: str, tokens: torch.Tensor, weight: torch.Tensor, axis: Axis, **more: bool) -> tuple[torch.Tensor, Workspace] | None:
     """The product of tokens [T, ..., K], with their dims but the first as they were, and where its op keeps what it shares."""
-    count = tokens.shape[:-1].numel()
-    kernel = choose(op, (count, *weight.shape), weight.stride(-1) != 1, tokens, axis)
+    flat = tokens.dim() == 2
+    count = tokens.shape[0] if flat else tokens.shape[:-1].numel()
+    kernel = choose(op, (count, *weight.shape), weight.stride(1) != 1, tokens, axis)
     if kernel == "torch":  # before rows are copied one after the other
         return None
     share = workspace(op, axis, tokens.device)
-    y = FUSED[op](kernel, share, axis, tokens.reshape(count, tokens.shape[-1]), weight.detach())
-    return y.view(-1, *tokens.shape[1:-1], weight.shape[0]), share
+    y = FUSED[op](kernel, share, axis, tokens if flat else tokens.reshape(count, tokens.shape[-1]), weight, **more)
+    return y if flat else y.view(-1, *tokens.shape[1:-1], weight.shape[0]), share
 
 
-def gathered_product(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """x [..., T / ranks, K] of all ranks times weight [N, K]^T: [T, ..., N], tokens first. With it the gathered x [T, ..., K], which the
-    next call writes over.
+def gathered_product(
+    x: torch.Tensor, weight: torch.Tensor, axis: Axis, *, keep: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """x [..., T / ranks, K] of all ranks times weight [N, K]^T: [T, ..., N], tokens first. With it, where one asks to `keep` that, the
+    gathered x [T, ..., K], which the next call writes over.
     """
-    done = _computed("all_gather_matmul", x.movedim(-2, 0), weight, axis)
+    done = _computed("all_gather_matmul", _tokens_first(x), weight, axis, keep=keep)
     if done is None:
         return None
     y, share = done
-    return y, share.part((*y.shape[:-1], x.shape[-1]), x.dtype)
+    return y, share.part((*y.shape[:-1], x.shape[-1]), x.dtype) if keep else None
 
 
 def scattered_product(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> torch.Tensor | None:
     """This rank's tokens of the ranks' sum of x [..., T, K] times weight [N, K]^T: [..., T / ranks, N]."""
-    done = _computed("matmul_reduce_scatter", x.movedim(-2, 0), weight, axis)
+    done = _computed("matmul_reduce_scatter", _tokens_first(x), weight, axis)
     return None if done is None else done[0].movedim(0, -2)
 
 

@@ -100,15 +100,17 @@ def row_backward(
     needs: Sequence[bool],
 ) -> Gradients:
     """The gathered gradient serves both products."""
-    done = gathered_product(grad_y, weight.t(), axis) if sequence_parallel and needs[0] else None
+    done = gathered_product(grad_y, weight.t(), axis, keep=needs[1]) if sequence_parallel and needs[0] else None
     gathered = gather_tokens(grad_y, axis) if sequence_parallel and done is None else None
-    grad_x = grad_bias = None
+    grad_x = grad_bias = gathered_y = None
     if bias is not None and needs[2]:
         grad_bias = add_grad(buffers[1], _sum_rows(grad_y, bias.dtype), bias.dtype)
     if done is not None:
-        grad_x, grad_y = (rows.movedim(0, -2) for rows in done)
+        grad_x, gathered_y = done[0].movedim(0, -2), done[1]
     elif gathered is not None:
-        grad_y = gathered.wait().movedim(0, -2)
+        gathered_y = gathered.wait()
+    if gathered_y is not None:
+        grad_y = gathered_y.movedim(0, -2)
     if needs[0] and done is None:
         grad_x = grad_y.matmul(weight)
     grad_weight = add_weight_grad(buffers[0], _rows(grad_y), _rows(x)) if needs[1] else None

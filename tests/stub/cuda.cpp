@@ -17,7 +17,7 @@ using std::chrono::milliseconds;
 
 namespace {
 
-constexpr Status invalid_context = 201, not_found = 500, not_ready = 600, launch_failed = 719;
+constexpr Status invalid_value = 1, invalid_context = 201, not_found = 500, not_ready = 600, launch_failed = 719;
 
 struct Stream {
   std::deque<std::function<void()>> work;
@@ -37,6 +37,7 @@ struct World {
   std::map<void*, Position> events;
   std::map<void*, Position> host_memory;  // with the last write to each; what is not given back ends with the process
   std::uintptr_t last_handle = 0x1000;
+  std::uint64_t encodings = 0;
   std::map<std::string, milliseconds> hanging;
   std::map<std::string, int> failing;
 };
@@ -255,6 +256,33 @@ Status stream_write(void* stream, std::uint64_t address, std::uint64_t value, un
   return success;
 }
 
+Status parameter_info(const Function* function, std::size_t index, std::size_t* offset, std::size_t* size) {
+  if (told_to_fail("cuFuncGetParamInfo")) return launch_failed;
+  *offset = 0;
+  for (std::size_t before = 0; function->sizes[before]; *offset += function->sizes[before++])
+    if (before == index) return *size = function->sizes[index], success;
+  return invalid_value;
+}
+
+Status encode_map(void* map, int type, std::uint32_t rank, void* address, const std::uint64_t* sizes, const std::uint64_t* strides,
+                  const std::uint32_t* block, const std::uint32_t* steps, int interleave, int swizzle, int promotion, int fill) {
+  if (reinterpret_cast<std::uintptr_t>(map) % 64 != 0 || rank != 2) die("a map that is not aligned, or not of a matrix");
+  if (told_to_fail("cuTensorMapEncodeTiled")) return launch_failed;
+  const Held held(lock);
+  *static_cast<Encoded*>(map) = {++world.encodings,    address, {sizes[0], sizes[1]}, strides[0], {block[0], block[1]},
+                                 {steps[0], steps[1]}, type,    interleave,           swizzle,    promotion, fill};
+  return success;
+}
+
+Status launch_kernel(const Function* function, unsigned programs, unsigned grid_y, unsigned grid_z, unsigned threads, unsigned block_y,
+                     unsigned block_z, unsigned shared_bytes, void* stream, void** parameters, void** extra) {
+  if (grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1 || extra) die("a kernel of more than one dimension, or with options");
+  if (told_to_fail("cuLaunchKernel")) return launch_failed;
+  if (!context) return invalid_context;
+  function->started(function, stream, programs, threads, shared_bytes, parameters);
+  return success;
+}
+
 }  // namespace
 
 extern "C" {
@@ -302,9 +330,13 @@ Status cuGetProcAddress(const char* name, void** function, int version, std::uin
       {"cuEventDestroy", address(event_destroy)},
       {"cuEventRecord", address(event_record)},
       {"cuEventQuery", address(event_query)},
+      {"cuFuncGetParamInfo", address(parameter_info)},
+      {"cuTensorMapEncodeTiled", address(encode_map)},
+      {"cuLaunchKernel", address(launch_kernel)},
   };
+  const int since = std::string(name) == "cuFuncGetParamInfo" ? 12040 : 12000;  // some were others before
   const auto found = functions.find(name);
-  *function = found == functions.end() || version < 12000 ? nullptr : found->second;  // some were others before
+  *function = found == functions.end() || version < since ? nullptr : found->second;
   return *function ? success : not_found;
 }
 

@@ -4,6 +4,7 @@
 
 #include <condition_variable>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <mutex>
 #include <string>
@@ -14,6 +15,21 @@ using Status = int;  // CUresult or ncclResult_t
 using Held = std::unique_lock<std::mutex>;
 
 constexpr Status success = 0;
+
+// What a CUfunction points to: a kernel is called when it is started, on the thread that starts it, before that call returns.
+struct Function {
+  const std::size_t* sizes;  // bytes of each parameter; 0 after the last
+  void (*started)(const Function*, void* stream, unsigned programs, unsigned threads, unsigned shared_bytes, void** parameters);
+};
+
+// What a CUtensorMap of a matrix holds: what it was encoded from.
+struct Encoded {
+  std::uint64_t count;  // of encodings in this process, with this one
+  void* address;
+  std::uint64_t sizes[2], stride;
+  std::uint32_t block[2], steps[2];
+  int type, interleave, swizzle, promotion, fill;
+};
 
 // One lock for all; `changed` tells of every change that somebody may be waiting for. Never destroyed: threads outlive main().
 extern std::mutex& lock;

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pymesh3d.launch import launch as launch_ranks
-from pymesh3d.triton_kernels.all_gather_matmul_hopper import launch, needed
-from pymesh3d.triton_kernels.matmul_hopper import Tiles
+from pymesh3d.comm.native import starter
+from pymesh3d.launch import launch
+from pymesh3d.triton_kernels.all_gather_matmul_hopper import needed, prepare, shares
+from pymesh3d.triton_kernels.launch_hopper import LARGE, SMALL, Tiles
 from tests.hopper import TILES, needs_hopper
 from tests.products import Bench, Shape, close
 
@@ -25,8 +26,14 @@ def values(half: int, n: int, k: int, stages: int) -> bool:
         for turn in range(12):
             if turn % bench.ranks == bench.rank:
                 torch.cuda._sleep(1_000_000 * (turn % 3))
+            if turn == 11:  # the last call alone brings its own rows
+                torch.cuda.synchronize()
+                bench.memory.part(bench.rank, (bench.ranks, *a[0].shape), torch.bfloat16)[bench.rank].fill_(torch.nan)
             weights = b[bench.rank] if turn % 2 else b[bench.rank].t().contiguous().t()
-            found.append(launch(a[bench.rank], weights, bench.rank, bench.slots, parts, bench.counters, tiles=tiles))
+            given = bench.rank, bench.slots, parts, bench.counters
+            one = prepare(a[bench.rank], weights, *given, tiles=tiles, keep=turn % 3 != 1 or turn == 11, native=starter)
+            found.append(one(a[bench.rank], weights))
+            found.append(one(a[bench.rank].clone(), weights))
         torch.cuda.synchronize()
         assert bench.counters.missing() is None, bench.counters.missing()
         assert close(found[0], [torch.cat(a)], [b[bench.rank]]), shape
@@ -42,8 +49,28 @@ def values(half: int, n: int, k: int, stages: int) -> bool:
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 def test_values_between_gpus(tiles: Tiles) -> None:
     script = f"from tests.triton_kernels.test_all_gather_matmul_hopper import values; assert values(*{tuple(tiles)})"
-    assert launch_ranks(["-c", script], torch.cuda.device_count()) == 0
+    assert launch(["-c", script], torch.cuda.device_count()) == 0
 
 
 def test_slots_hold_the_rows_and_a_flag_for_each_run() -> None:
     assert needed(2, 129, 65, 8, Tiles(64, 256, 64, 3)) == (2 * 129 * 65 * 2, 3)
+
+
+def shares_of(ranks: int, rows: int, cols: int, depth: int, tiles: Tiles) -> tuple[int, int, int, int]:
+    """With the number of programs and the columns of tiles."""
+    running, across = min(132, ranks * tiles.of(rows, cols)), -(-cols // tiles.n)
+    return (*shares(ranks, rows, cols, depth, tiles, running), running, across)
+
+
+@pytest.mark.parametrize("tiles", [LARGE, SMALL], ids=str)
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("sizes", [(128, 8, 8), (128, 65536, 8), (16384, 8, 16384), (8192, 7168, 8192), (1000, 520, 200)], ids=str)
+def test_some_programs_give_rows_away_and_some_columns_come_first(sizes: tuple[int, int, int], ranks: int, tiles: Tiles) -> None:
+    givers, lead, running, across = shares_of(ranks, *sizes, tiles)
+    assert 1 <= givers <= running and 1 <= lead <= across
+
+
+def test_more_programs_give_where_there_is_less_to_multiply() -> None:
+    assert shares_of(2, 4096, 3072, 4096, LARGE)[0] == 13 > shares_of(2, 4096, 14336, 4096, LARGE)[0] == 8
+    assert shares_of(2, 256, 28672, 8192, LARGE)[1] == 66, "as many as 132 programs multiply at once"
+    assert shares_of(2, 4096, 14336, 4096, LARGE)[1] == 56, "all, of many rows"

@@ -63,20 +63,21 @@ KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "hopper matmul": ("matmul_hopper", "matmul_kernel", "64x64 256x64 64x256 i32 i32 i32", HOPPER),
     "hopper matmul turned": ("matmul_hopper", "matmul_kernel", "64x64 64x256 64x256 i32 i32 i32", HOPPER | {"TURNED": True}),
     **{
-        f"hopper matmul reduce-scatter of {ranks}": (
-            "matmul_reduce_scatter_hopper",
-            "matmul_reduce_scatter_kernel",
+        f"hopper matmul {what.replace('_', '-')} of {ranks}": (
+            f"matmul_{what}_hopper",
+            f"matmul_{what}_kernel",
             "64x64 256x64 64x256 64x64 *i64" + TALKS.format(" i32" * 6),
             HOPPER | {"RANKS": ranks},
         )
         for ranks in (2, 8)
+        for what in ("reduce_scatter", "all_reduce")
     },
     **{
         f"hopper all-gather matmul of {ranks}": (
             "all_gather_matmul_hopper",
             "all_gather_matmul_kernel",
-            "64x64 256x64 64x256" + " 64x64" * ranks + TALKS.format(" i32" * 8),
-            HOPPER | {"RANKS": ranks} | {f"other_{turn}": None for turn in range(ranks, 8)},
+            f"64x64 {'64x256' if ranks == 2 else '256x64'} 64x256" + " 64x64" * ranks + TALKS.format(" i32" * 8),
+            HOPPER | {"RANKS": ranks, "KEEP": True, "TURNED": ranks == 2} | {f"other_{turn}": None for turn in range(ranks, 8)},
         )
         for ranks in (2, 8)
     },

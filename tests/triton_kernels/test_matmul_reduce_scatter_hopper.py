@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pymesh3d.launch import launch as launch_ranks
-from pymesh3d.triton_kernels.matmul_hopper import Tiles
-from pymesh3d.triton_kernels.matmul_reduce_scatter_hopper import launch, needed
+from pymesh3d.comm.native import starter
+from pymesh3d.launch import launch
+from pymesh3d.triton_kernels.launch_hopper import Tiles
+from pymesh3d.triton_kernels.matmul_reduce_scatter_hopper import needed, prepare
 from tests.hopper import TILES, needs_hopper
 from tests.products import Bench, Shape
 
@@ -26,7 +27,9 @@ def values(half: int, n: int, k: int, stages: int) -> bool:
             if turn % bench.ranks == bench.rank:
                 torch.cuda._sleep(1_000_000 * (turn % 3))
             weights = b[bench.rank] if turn % 2 else b[bench.rank].t().contiguous().t()
-            found.append(launch(a[bench.rank], weights, bench.rank, bench.slots, parts, bench.counters, tiles=tiles))
+            one = prepare(a[bench.rank], weights, bench.rank, bench.slots, parts, bench.counters, tiles=tiles, native=starter)
+            found.append(one(a[bench.rank], weights))
+            found.append(one(a[bench.rank].clone(), weights))
         torch.cuda.synchronize()
         assert bench.counters.missing() is None, bench.counters.missing()
         assert bench.agrees(found[0], a, b, slice(bench.rank * rows, (bench.rank + 1) * rows)), (rows, cols, depth)
@@ -40,7 +43,7 @@ def values(half: int, n: int, k: int, stages: int) -> bool:
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 def test_values_between_gpus(tiles: Tiles) -> None:
     script = f"from tests.triton_kernels.test_matmul_reduce_scatter_hopper import values; assert values(*{tuple(tiles)})"
-    assert launch_ranks(["-c", script], torch.cuda.device_count()) == 0
+    assert launch(["-c", script], torch.cuda.device_count()) == 0
 
 
 def test_slots_hold_whole_tiles() -> None:
