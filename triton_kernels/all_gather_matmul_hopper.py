@@ -1,9 +1,9 @@
 """All-gather + GEMM on Hopper, in Gluon: `all_gather_matmul` with the parts of `matmul_hopper`.
 
-The first few programs give this rank's rows to the others, through the ring in which they keep operands later; the others multiply this
-rank's rows meanwhile. (If all gave a little, all would wait: what the accelerator loads stands behind what it stores over the link.) A run
-of rows is as many as a tile has; where they do not divide this rank's rows, the last tile begins earlier, and what it shares with the one
-before is computed twice.
+Some programs give this rank's rows to the others before they multiply, through the ring in which they keep operands later: the first few,
+and whichever would have to wait for other ranks' rows, or has nothing to multiply. The rest multiplies this rank's rows meanwhile. (If all
+gave a little, all would wait: what the accelerator loads stands behind what it stores over the link.) A run of rows is as many as a tile
+has; where they do not divide this rank's rows, the last tile begins earlier, and what it shares with the one before is computed twice.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .matmul_hopper import (
     stores_have_arrived,
 )
 from .matmul_reduce_scatter import Slots
-from .signals import PATIENCE, Counters, end_of_program, missing_word, signal, take_job, wait
+from .signals import PATIENCE, Counters, end_of_program, has_come, missing_word, signal, take_job, wait
 
-LEAST_GIVERS, MOST_GIVERS = 8, 32  # programs that give rows away before they multiply
+LEAST_GIVERS, MOST_GIVERS = 8, 32  # programs that give rows away before they multiply, where they have several tiles each
 STRIP = 16  # blocks that one of them gives away at a time, at most
 # of an H200: seconds until rows begin to come; bytes in a second, of a link and of one program that gives; operations in a second of one
 LATENCY, LINK, GIVEN, SPEED = 20e-6, 320e9, 40e9, 6e12
@@ -51,17 +51,45 @@ def piece(uppers, lowers, columns, stage, number: gl.constexpr, TURNED: gl.const
 
 
 @gluon_jit
+def copy_strip(  # type: ignore[no-untyped-def]
+    a, ranks, uppers, lowers, columns, come, copied, row, into, first, count,
+    TURNED: gl.constexpr, FROM: gl.constexpr, TO: gl.constexpr, HALF: gl.constexpr, HELD: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy, from block `first` on, `count` times as many blocks [2 * HALF, BLOCK_K] as a stage of the ring can hold, after `copied` others:
+    from `row` of a to row `into` of the slots of those of `ranks`.
+    """
+    AHEAD: gl.constexpr = STAGES // 2  # stages that are loaded before the first is stored
+    for step in range(count + AHEAD):
+        if step < count:
+            stage = (copied + step) % STAGES
+            hopper.tma.store_wait((STAGES - 1 - AHEAD) * 2 * HELD * (TO - FROM))  # what was in this stage has been read
+            hopper.mbarrier.expect(come.index(stage), HELD * 2 * HALF * BLOCK_K * 2)
+            for number in gl.static_range(2 * HELD):
+                at = [row + number % 2 * HALF, (first + step * HELD + number // 2) * BLOCK_K]
+                load_tile(a, at, come.index(stage), piece(uppers, lowers, columns, stage, number, TURNED, HALF))
+        if step >= AHEAD:
+            done = step - AHEAD
+            stage = (copied + done) % STAGES
+            hopper.mbarrier.wait(come.index(stage), (copied + done) // STAGES & 1)
+            for number in gl.static_range(2 * HELD):
+                at = [into + number % 2 * HALF, (first + done * HELD + number // 2) * BLOCK_K]
+                for following in gl.static_range(FROM, TO):
+                    store_tile(ranks[following], at, piece(uppers, lowers, columns, stage, number, TURNED, HALF))
+    stores_have_arrived()
+    tl.debug_barrier()
+
+
+@gluon_jit
 def give_rows(  # type: ignore[no-untyped-def]
     a, ranks, flags, uppers, lowers, columns, come, calls, call, trouble, told, rank, rows, depth, length, width, patience,
     TURNED: gl.constexpr, KEEP: gl.constexpr, RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copy one strip after the other of this rank's rows into the slots of all other ranks, and its own to KEEP them: `width` blocks
-    [2 * HALF, BLOCK_K] each, as many at a time as a stage of the ring can hold.
+    """Copy one strip after the other of this rank's rows, `width` blocks [2 * HALF, BLOCK_K] each, that no program has taken yet: into the
+    slots of all other ranks, and then, to KEEP them, into its own.
     """
-    AHEAD: gl.constexpr = STAGES // 2  # stages that are loaded before the first is stored
     HELD: gl.constexpr = 1 + BLOCK_N // (2 * HALF)
-    FIRST: gl.constexpr = 0 if KEEP else 1
     runs = gl.cdiv(rows, 2 * HALF)
     blocks = gl.cdiv(depth, BLOCK_K)
     across = gl.cdiv(blocks, width)
@@ -71,40 +99,43 @@ def give_rows(  # type: ignore[no-untyped-def]
     if strip == 0:
         for following in gl.static_range(1, RANKS):
             signal(gl.load(flags + (rank + following) % RANKS).to(gl.pointer_type(gl.int32)) + rank * length, call)
-    for following in gl.static_range(1, RANKS):
-        other = (rank + following) % RANKS
-        wait(mine + other * length, call, trouble, told, missing_word(other, 0), patience)
-    fence_accelerator()
-    given = 0
+    if strip < runs * across:
+        for following in gl.static_range(1, RANKS):
+            other = (rank + following) % RANKS
+            wait(mine + other * length, call, trouble, told, missing_word(other, 0), patience)
+        fence_accelerator()
+    copied = 0
     while strip < runs * across:
         run = strip // across
         first = strip % across * width
         count = gl.cdiv(gl.minimum(width, blocks - first), HELD)  # what lies beyond the last block is neither loaded nor stored
         row = gl.minimum(run * 2 * HALF, rows - 2 * HALF)
-        for step in range(count + AHEAD):
-            if step < count:
-                stage = (given + step) % STAGES
-                hopper.tma.store_wait((STAGES - 1 - AHEAD) * 2 * HELD * (RANKS - FIRST))  # what was in this stage has been read
-                hopper.mbarrier.expect(come.index(stage), HELD * 2 * HALF * BLOCK_K * 2)
-                for number in gl.static_range(2 * HELD):
-                    at = [row + number % 2 * HALF, (first + step * HELD + number // 2) * BLOCK_K]
-                    load_tile(a, at, come.index(stage), piece(uppers, lowers, columns, stage, number, TURNED, HALF))
-            if step >= AHEAD:
-                done = step - AHEAD
-                stage = (given + done) % STAGES
-                hopper.mbarrier.wait(come.index(stage), (given + done) // STAGES & 1)
-                for number in gl.static_range(2 * HELD):
-                    at = [rank * rows + row + number % 2 * HALF, (first + done * HELD + number // 2) * BLOCK_K]
-                    for following in gl.static_range(FIRST, RANKS):
-                        store_tile(ranks[following], at, piece(uppers, lowers, columns, stage, number, TURNED, HALF))
-        given += count
-        stores_have_arrived()
-        tl.debug_barrier()
+        copy_strip(
+            a, ranks, uppers, lowers, columns, come, copied, row, rank * rows + row, first, count,
+            TURNED, 1, RANKS, HALF, HELD, BLOCK_K, STAGES,
+        )  # fmt: skip
+        copied += count
         if tl.atomic_add(counts + run, 1, sem="acq_rel") == across - 1:  # the run is complete, whoever has copied it
             gl.store(counts + run, 0)
             for following in gl.static_range(1, RANKS):
                 signal(gl.load(flags + (rank + following) % RANKS).to(gl.pointer_type(gl.int32)) + rank * length + 1 + run, call)
+            if tl.atomic_add(counts + runs, 1, sem="acq_rel") == runs - 1:  # and so are all
+                gl.store(counts + runs, 0)
+                for following in gl.static_range(1, RANKS):
+                    signal(gl.load(flags + (rank + following) % RANKS).to(gl.pointer_type(gl.int32)) + rank * length + 1 + runs, call)
         strip = take_job(calls, 1)
+    if KEEP:
+        while strip < 2 * runs * across:
+            run = strip // across - runs
+            first = strip % across * width
+            count = gl.cdiv(gl.minimum(width, blocks - first), HELD)
+            row = gl.minimum(run * 2 * HALF, rows - 2 * HALF)
+            copy_strip(
+                a, ranks, uppers, lowers, columns, come, copied, row, rank * rows + row, first, count,
+                TURNED, 0, 1, HALF, HELD, BLOCK_K, STAGES,
+            )  # fmt: skip
+            copied += count
+            strip = take_job(calls, 1)
 
 
 @gluon_jit
@@ -114,7 +145,8 @@ def load_gathered_tiles(  # type: ignore[no-untyped-def]
     TURNED: gl.constexpr, KEEP: gl.constexpr, RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring with the operands of this program's tiles, if it is not among the first `givers`, which give rows away before.
+    """Fill the ring with the operands of this program's tiles. Before it gives rows away, if it is among the first `givers`, and otherwise
+    before it needs those of other ranks, or ends.
 
     First come the tiles of this rank's rows in the first `lead` columns of tiles; then in all other columns those of all ranks; then in the
     first columns those of the other ranks. Tile [i, j] of the rows of rank + turn is number (turn * across + j) * down + i.
@@ -125,13 +157,11 @@ def load_gathered_tiles(  # type: ignore[no-untyped-def]
     mine = gl.load(flags + rank).to(gl.pointer_type(gl.int32))
     loaded = 0
     count = 0
+    given = 0
+    whole = 0  # bit `turn`: all rows of rank + turn are known to have come
+    more = 1
     job = take_job(calls, 0)
-    if job < givers:
-        give_rows(
-            a, ranks, flags, uppers, lowers, columns, come, calls, call, trouble, told, rank, rows, depth, length, width, patience,
-            TURNED, KEEP, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES,
-        )  # fmt: skip
-    while job < down * across * RANKS:
+    while more > 0:
         mixed = job - lead * down
         late = mixed - (across - lead) * down * RANKS
         if mixed < 0:
@@ -144,23 +174,40 @@ def load_gathered_tiles(  # type: ignore[no-untyped-def]
         else:
             turn = 1 + late // (lead * down)
             row, col = place_of(late % (lead * down), rows, lead * BLOCK_N, 2 * HALF, BLOCK_N, GROUP)
-        run = row // (2 * HALF)
-        offer_job(jobs, offered, read, count, (turn * across + col // BLOCK_N) * down + run)
-        row = gl.minimum(row, rows - 2 * HALF)
-        if turn == 0:
-            loaded = load_operands(
-                a, b, row, col, depth, uppers, lowers, columns, full, empty, loaded, TURNED, HALF, BLOCK_N, BLOCK_K, STAGES
-            )
-        else:
-            source = (rank + turn) % RANKS
-            wait(mine + source * length + 1 + run, call, trouble, told, missing_word(source, run), patience)
-            fence_accelerator()
-            loaded = load_operands(
-                here, b, source * rows + row, col, depth, uppers, lowers, columns, full, empty, loaded,
-                TURNED, HALF, BLOCK_N, BLOCK_K, STAGES,
+        if (given == 0) & ((job < givers) | (turn > 0)):
+            given = 1
+            for step in range(gl.maximum(loaded - STAGES, 0), loaded):  # until all that the ring holds has been multiplied
+                hopper.mbarrier.wait(empty.index(step % STAGES), step // STAGES & 1)
+            give_rows(
+                a, ranks, flags, uppers, lowers, columns, come, calls, call, trouble, told, rank, rows, depth, length, width, patience,
+                TURNED, KEEP, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
-        count += 1
-        job = take_job(calls, 0)
+        if job < down * across * RANKS:
+            run = row // (2 * HALF)
+            offer_job(jobs, offered, read, count, (turn * across + col // BLOCK_N) * down + run)
+            row = gl.minimum(row, rows - 2 * HALF)
+            if turn == 0:
+                loaded = load_operands(
+                    a, b, row, col, depth, uppers, lowers, columns, full, empty, loaded, TURNED, HALF, BLOCK_N, BLOCK_K, STAGES
+                )
+            else:
+                source = (rank + turn) % RANKS
+                if (whole >> turn & 1) == 0:
+                    all_have = has_come(mine + source * length + 1 + down, call)
+                    fence_accelerator()
+                    if all_have:
+                        whole = whole | (1 << turn)
+                    else:
+                        wait(mine + source * length + 1 + run, call, trouble, told, missing_word(source, run), patience)
+                        fence_accelerator()
+                loaded = load_operands(
+                    here, b, source * rows + row, col, depth, uppers, lowers, columns, full, empty, loaded,
+                    TURNED, HALF, BLOCK_N, BLOCK_K, STAGES,
+                )  # fmt: skip
+            count += 1
+            job = take_job(calls, 0)
+        else:
+            more = 0
     offer_job(jobs, offered, read, count, job)
 
 
@@ -227,22 +274,27 @@ def all_gather_matmul_kernel(  # type: ignore[no-untyped-def]
 def needed(ranks: int, rows: int, depth: int, cols: int, tiles: Tiles | None = None) -> tuple[int, int]:
     """The least `size` and `length` of slots for [rows, depth] of each rank. The gathered rows [ranks * rows, depth] begin them."""
     tiles = tiles or tiles_for(ranks * rows, cols)
-    return ranks * rows * depth * 2, 1 + -(-rows // (2 * tiles.half))
+    return ranks * rows * depth * 2, 2 + -(-rows // (2 * tiles.half))
 
 
-def shares(ranks: int, rows: int, cols: int, depth: int, tiles: Tiles, running: int) -> tuple[int, int]:
-    """How many programs give rows away, and in how many columns of tiles this rank's rows come first.
+def shares(ranks: int, rows: int, cols: int, depth: int, tiles: Tiles, running: int) -> tuple[int, int, int]:
+    """How many programs give rows away first, in how many columns of tiles this rank's rows come first, and the blocks of a strip.
 
     Rows must not be on their way still when this rank's are done, so programs give twice as fast as that takes; and so many columns come
     first as are multiplied in the meantime. All do where the rows do not fit into the cache together; otherwise b is read once for those
-    that come with the others.
+    that come with the others. Where no program has more than one tile, those give that would wait.
     """
     down, across = -(-rows // (2 * tiles.half)), -(-cols // tiles.n)
     sent, job = (ranks - 1) * rows * depth * 2, 4 * tiles.half * tiles.n * depth / SPEED
-    own = down * across * job / running
-    givers = min(running, MOST_GIVERS, max(LEAST_GIVERS, math.ceil(2 * sent / own / GIVEN)))
-    rounds = math.ceil(1.2 * (LATENCY + sent / min(LINK, givers * GIVEN)) / job)
-    return givers, across if down > GROUP else min(across, -(-running * rounds // down))
+    if ranks * down * across <= running:
+        givers, lead, giving = 0, across, running - down * across
+    else:
+        own = down * across * job / running
+        givers = giving = min(running, MOST_GIVERS, max(LEAST_GIVERS, math.ceil(2 * sent / own / GIVEN)))
+        rounds = math.ceil(1.2 * (LATENCY + sent / min(LINK, givers * GIVEN)) / job)
+        lead = across if down > GROUP else min(across, -(-running * rounds // down))
+    blocks, held = -(-depth // tiles.k), 1 + tiles.n // (2 * tiles.half)
+    return givers, lead, held * -(-min(blocks, STRIP, max(1, down * blocks // giving)) // held)
 
 
 def prepare(
@@ -267,11 +319,8 @@ def prepare(
     assert rows >= 2 * tiles.half, f"{rows} rows, fewer than the {2 * tiles.half} of a tile"
     memory = [descriptor(part[: ranks * rows * depth * 2].view(a.dtype).view(-1, depth), tiles.half, tiles.k) for part in parts]
     others = [memory[(rank + turn) % ranks] if turn < ranks else None for turn in range(1, 8)]
-    running = min(programs(a.device), ranks * tiles.of(rows, cols))
-    givers, lead = shares(ranks, rows, cols, depth, tiles, running)
-    blocks = -(-depth // tiles.k)
-    held = 1 + tiles.n // (2 * tiles.half)
-    width = held * -(-min(blocks, STRIP, max(1, -(-rows // (2 * tiles.half)) * blocks // givers)) // held)
+    running = programs(a.device)  # those that have no tile give rows away
+    givers, lead, width = shares(ranks, rows, cols, depth, tiles, running)
     sizes = rows, cols, depth, slots.length, width, givers, lead, int(patience * 1e9)
     rest = memory[rank], *others, slots.flags, *counters, rank, *sizes
     constants = {"RANKS": ranks, "KEEP": keep}

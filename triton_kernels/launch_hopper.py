@@ -111,7 +111,7 @@ class Prepared:
         self._copied = readable(a) is not a, readable(b, turned_too=True) is not b
         self._turned = turned(b) and not self._copied[1]
         self._constants = {"TURNED": self._turned, **constants, **tiles.options()}
-        self._native = native
+        self._native = native if tiles.n % WIDTH == tiles.k % WIDTH == 0 else None  # which copies by that swizzle
         self._start: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object] = self._compile
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

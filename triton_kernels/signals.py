@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from .backend import interpreted, jit, tl
+from .backend import constant, interpreted, jit, tl
 
 PATIENCE = 10.0  # seconds that a kernel waits for another rank
+LOOKS = constant(16)  # at a flag, for one at the clock
 
 
 def _clock() -> int:
@@ -39,17 +40,35 @@ def signal(flag, call):  # type: ignore[no-untyped-def]
 
 
 @jit
+def has_come(flag, call):  # type: ignore[no-untyped-def]
+    """Whether a flag has been set in this call, or in the next, which a quicker rank may be in already. All may load then."""
+    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    tl.debug_barrier()  # the acquire was one thread's
+    return seen - call >= 0
+
+
+@jit
 def wait(flag, call, trouble, told, what, patience):  # type: ignore[no-untyped-def]
-    """Wait until a flag has been set in this call, or in the next, which a quicker rank may be in already.
+    """Wait until `has_come`.
 
     After `patience` nanoseconds it writes `what` to `trouble` and `told`, and goes on: every wait that shares `trouble` then ends at once.
     `told` is in memory of the host, too slow to be looked at in a loop.
     """
-    late = patience.to(tl.int64) + clock()
-    while (tl.atomic_add(flag, 0, sem="acquire", scope="sys") - call < 0) & (tl.atomic_add(trouble, 0, sem="relaxed") == 0):
-        if clock() > late:
-            tl.atomic_xchg(told, what, sem="relaxed", scope="sys")
-            tl.atomic_xchg(trouble, what, sem="relaxed")
+    seen = call - 1
+    late = patience.to(tl.int64) * 0
+    ended = late
+    looks = 0
+    while (seen - call < 0) & (ended == 0):
+        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        looks += 1
+        if looks == LOOKS:  # the flag alone is looked at in between: whoever waits shall go on soon
+            looks = 0
+            now = clock()
+            late = tl.where(late == 0, now + patience, late)
+            ended = tl.atomic_add(trouble, 0, sem="relaxed")
+            if now > late:
+                tl.atomic_xchg(told, what, sem="relaxed", scope="sys")
+                tl.atomic_xchg(trouble, what, sem="relaxed")
     tl.debug_barrier()  # the acquire was one thread's: now all may load
 
 

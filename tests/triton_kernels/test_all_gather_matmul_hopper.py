@@ -52,25 +52,29 @@ def test_values_between_gpus(tiles: Tiles) -> None:
     assert launch(["-c", script], torch.cuda.device_count()) == 0
 
 
-def test_slots_hold_the_rows_and_a_flag_for_each_run() -> None:
-    assert needed(2, 129, 65, 8, Tiles(64, 256, 64, 3)) == (2 * 129 * 65 * 2, 3)
+def test_slots_hold_the_rows_and_flags_for_each_run_and_for_all() -> None:
+    assert needed(2, 129, 65, 8, Tiles(64, 256, 64, 3)) == (2 * 129 * 65 * 2, 4)
 
 
-def shares_of(ranks: int, rows: int, cols: int, depth: int, tiles: Tiles) -> tuple[int, int, int, int]:
-    """With the number of programs and the columns of tiles."""
-    running, across = min(132, ranks * tiles.of(rows, cols)), -(-cols // tiles.n)
-    return (*shares(ranks, rows, cols, depth, tiles, running), running, across)
+def shares_of(ranks: int, rows: int, cols: int, depth: int, tiles: Tiles) -> tuple[int, int, int]:
+    return shares(ranks, rows, cols, depth, tiles, 132)
 
 
 @pytest.mark.parametrize("tiles", [LARGE, SMALL], ids=str)
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize("sizes", [(128, 8, 8), (128, 65536, 8), (16384, 8, 16384), (8192, 7168, 8192), (1000, 520, 200)], ids=str)
 def test_some_programs_give_rows_away_and_some_columns_come_first(sizes: tuple[int, int, int], ranks: int, tiles: Tiles) -> None:
-    givers, lead, running, across = shares_of(ranks, *sizes, tiles)
-    assert 1 <= givers <= running and 1 <= lead <= across
+    rows, cols, _ = sizes
+    givers, lead, width = shares_of(ranks, *sizes, tiles)
+    alone = ranks * tiles.of(rows, cols) <= 132
+    assert (givers == 0) == alone and 0 <= givers <= 32 and 1 <= lead <= -(-cols // tiles.n)
+    assert lead == -(-cols // tiles.n) or not alone, "whoever has a tile of this rank's rows must not wait, so the others come last"
+    held = 1 + tiles.n // (2 * tiles.half)
+    assert width % held == 0 and 1 <= width < 16 + held
 
 
 def test_more_programs_give_where_there_is_less_to_multiply() -> None:
     assert shares_of(2, 4096, 3072, 4096, LARGE)[0] == 13 > shares_of(2, 4096, 14336, 4096, LARGE)[0] == 8
     assert shares_of(2, 256, 28672, 8192, LARGE)[1] == 66, "as many as 132 programs multiply at once"
     assert shares_of(2, 4096, 14336, 4096, LARGE)[1] == 56, "all, of many rows"
+    assert shares_of(2, 256, 3072, 4096, SMALL) == (0, 24, 2), "84 programs without a tile of these 2 runs of rows give 64 strips"

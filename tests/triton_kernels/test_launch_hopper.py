@@ -134,6 +134,9 @@ def test_the_compiled_part_starts_it_where_it_can() -> None:
     refused(a, b)
     refused(a, b)
     assert len(kernel.compiled) == 2 and len(kernel.started) == 1, "by triton, where the compiled part cannot"
+    narrow = Prepared(kernel, 7, a, b, (6, 24), Tiles(64, 256, 32, 6), (5, None), {"RANKS": 2}, native)
+    narrow(a, b)
+    assert len(asked) == 1, "blocks of 32 columns have another swizzle"
 
 
 @needs_kernels
@@ -201,7 +204,7 @@ def test_kernels_are_given_each_of_their_arguments(monkeypatch: pytest.MonkeyPat
         assert (one["slot_rows"], one["length"], one["rank"], one["patience"]) == (1 << 15, LENGTH, 2, 2_000_000_000)
         assert one["here"].base.shape == (1 << 16, 64) and one["here"].base.data_ptr() == parts[2].data_ptr()
         assert one["memory"] is one["flags"] is addresses and one["calls"] is counters.calls and one["told"] is counters.told
-    assert [gathered[size] for size in ("rows", "cols", "depth", "running", "shape")] == [512, 1024, 64, 128, (2048, 1024)]
+    assert [gathered[size] for size in ("rows", "cols", "depth", "running", "shape")] == [512, 1024, 64, 132, (2048, 1024)]
     assert (gathered["KEEP"], gathered["length"], gathered["rank"], gathered["patience"]) == (False, LENGTH, 2, 2_000_000_000)
     assert [gathered[name].base.data_ptr() for name in ("here", "other_1", "other_2", "other_3")] == [
         parts[rank].data_ptr() for rank in (2, 3, 0, 1)
@@ -215,7 +218,7 @@ def test_slots_that_are_too_small_are_refused() -> None:
     for module, text in (
         (scatter_hopper, "1048576 bytes and 8 flags"),
         (matmul_all_reduce_hopper, "2097152 bytes and 16 flags"),
-        (all_gather_matmul_hopper, "262144 bytes and 5 flags"),
+        (all_gather_matmul_hopper, "262144 bytes and 6 flags"),
     ):
         with pytest.raises(AssertionError, match=f"{text} in slots of 256 and 1"):
             module.prepare(a, b, 0, Slots(addresses, addresses, 256, 1), parts, counters)  # type: ignore[attr-defined]
