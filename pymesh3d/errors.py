@@ -24,3 +24,7 @@ class CheckpointError(ConfigError):
 
 class DistributedError(RuntimeError):
     """A rank, a peer or a link failed. The text names rank, operation, peers and how long it had been waiting."""
+
+
+class SharingError(DistributedError):
+    """Ranks cannot have memory that all of them read and write. All of them raise it."""

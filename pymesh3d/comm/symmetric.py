@@ -16,22 +16,25 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed import _symmetric_memory as torch_symmetric
 
 from pymesh3d.axis import Axis, named
 from pymesh3d.comm.collectives import all_reduce_, gather_rows
 from pymesh3d.comm.watch import wait_for_gpu
-from pymesh3d.errors import DistributedError
+from pymesh3d.errors import SharingError
 
 MEMORY = Path("/dev/shm")  # where files are memory; elsewhere they are in the folder for temporary ones
 LONGEST_TEXT = 400  # bytes of a path or an error that ranks tell each other
 SHARING = "sharing memory"
+CPU = torch.device("cpu")
 
 Made = TypeVar("Made")
 
 
 class SymmetricBuffer:
-    """`size` bytes on every rank of an axis, zero at first. All ranks must make it, with the same size. Raises DistributedError.
+    """`size` bytes on every rank of an axis, zero at first. All ranks must make it, with the same size. Raises SharingError where they
+    cannot share any, and DistributedError where a rank does not come.
 
     What is written there becomes visible to others in the order that signals (`triton_kernels/signals.py`) give it. `addresses`, int64
     [ranks] on `device`, are for kernels: where each rank's part lies in this process.
@@ -58,10 +61,10 @@ class SymmetricBuffer:
 
 
 def _parts_on_gpus(size: int, axis: Axis, device: torch.device) -> list[torch.Tensor]:
+    mine = _together(lambda: torch_symmetric.empty(size, dtype=torch.uint8, device=device), axis, device)
     with named(SHARING, axis):
-        mine = torch_symmetric.empty(size, dtype=torch.uint8, device=device)
-        handle = torch_symmetric.rendezvous(mine, axis.group)
-        mine.zero_()
+        handle = _together(lambda: torch_symmetric.rendezvous(mine, axis.group), axis, device)
+    mine.zero_()
     all_reduce_(torch.zeros(1, device=device), axis).wait()  # nobody writes before all are zero
     wait_for_gpu(SHARING, axis)
     return [mine if rank == axis.rank else handle.get_buffer(rank, (size,), torch.uint8) for rank in range(axis.size)]
@@ -101,23 +104,29 @@ def _map(path: str, size: int) -> torch.Tensor:
         os.close(handle)
 
 
-def _together(attempt: Callable[[], Made], axis: Axis) -> Made:
-    """What `attempt` returns here. If it raises OSError on one rank, all raise DistributedError."""
+def _together(attempt: Callable[[], Made], axis: Axis, device: torch.device = CPU) -> Made:
+    """What `attempt` returns here. Where that fails on one rank, all raise SharingError, but for what torch.distributed raises."""
     try:
         made, failure = attempt(), ""
+    except dist.DistError:
+        raise
     except OSError as error:
         failure = f"{error.filename}: {error.strerror}"
-    for rank, text in zip(axis.ranks, _exchange(failure, axis), strict=True):
+    except RuntimeError as error:  # of torch or the driver
+        failure = (str(error).strip() or type(error).__name__).splitlines()[0]
+    for rank, text in zip(axis.ranks, _exchange(failure, axis, device), strict=True):
         if text:
-            raise DistributedError(
+            raise SharingError(
                 f"rank {rank}: {SHARING} over axis {axis.name} with ranks {list(axis.ranks)} failed: {text}. "
                 "Ranks that share memory run on one host, as one user"
             )
     return made
 
 
-def _exchange(text: str, axis: Axis) -> list[str]:
+def _exchange(text: str, axis: Axis, device: torch.device = CPU) -> list[str]:
     """The short texts of all ranks of the axis."""
     data = text.encode()[:LONGEST_TEXT].ljust(LONGEST_TEXT, b"\0")
-    rows = gather_rows(torch.frombuffer(bytearray(data), dtype=torch.uint8), axis, SHARING)
-    return [row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
+    rows = gather_rows(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device), axis, SHARING)
+    if device.type == "cuda":
+        wait_for_gpu(SHARING, axis)
+    return [row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in rows.cpu()]

@@ -32,6 +32,7 @@ class Workspace:
         self._flags: SymmetricBuffer | None = None
         self._slots: Slots | None = None
         self.parts: list[torch.Tensor] = []  # every rank's slots, bytes
+        self.refused = ""  # why there can be none
         self._prepared: dict[Any, Any] = {}
         self._trouble = torch.full((1,), -1, dtype=torch.int64, pin_memory=device.type == "cuda")
 

@@ -1,8 +1,9 @@
 """Which implementation computes a product that talks to other ranks.
 
 `torch`: its product, then a collective; `plain`: a kernel for any GPU; `hopper-256` and `hopper-128`: one for Hopper, with tiles so wide.
-The choice is what was the fastest, in a CUDA graph, for the most similar product that `pymesh3d bench OP --tune` measured on this machine.
-All ranks must choose alike, so nothing else counts but what they share: shapes, dtype, the kind of GPU, and the environment.
+The choice is what was the fastest, in a CUDA graph, for the most similar product that `pymesh3d bench OP --tune` measured: on this machine,
+or on one of ours, whose measurements come with pymesh3d. All ranks must choose alike, so nothing else counts but what they share: shapes,
+dtype, the kind of GPU, and the environment.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 LEAST = 128  # rows of a rank, which a kernel for Hopper gathers, or sums up for the others
 PRODUCT = ("op", "card", "ranks", "rows", "cols", "depth", "turned")  # what is known of one that was measured, beside the "best"
 PAIR = ("rows", "depth", "cols", "depth")
+SHIPPED = Path(__file__).with_name("products.json")  # 2 x H200: `pymesh3d bench OP --tune` of each op
 SIMILAR = 3.0  # doublings of sizes, in all, within which one product says something about another
 
 
@@ -99,6 +101,14 @@ def fastest(op: str, card: str, ranks: int, rows: int, cols: int, depth: int, tu
 
 @functools.cache
 def measured() -> list[dict[str, Any]]:
+    """What this machine has found out, and for other products what comes with pymesh3d. Raises ConfigError as `_own` does."""
+    own = _own()
+    known = {_product(row) for row in own}
+    shipped = json.loads(SHIPPED.read_text(encoding="utf-8"))
+    return [row for row in [*own, *(row for row in shipped if _product(row) not in known)] if row["best"] in IMPLEMENTATIONS]
+
+
+def _own() -> list[dict[str, Any]]:
     """What this machine has found out; nothing where its file may not be read. Raises ConfigError where it holds something else."""
     file = tuned()
     try:
@@ -106,7 +116,7 @@ def measured() -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        log.warning("%s cannot be read (%s): torch computes all tensor-parallel products", file, error.strerror)
+        log.warning("%s cannot be read (%s): what was measured elsewhere decides which kernels compute", file, error.strerror)
         return []
     try:
         rows = json.loads(text)
@@ -114,13 +124,17 @@ def measured() -> list[dict[str, Any]]:
         rows = None
     if not isinstance(rows, list) or not all(isinstance(row, dict) and {*row} == {*PRODUCT, "best"} for row in rows):
         raise ConfigError(str(file), "not what `bench --tune` writes", "Delete it, or tune again")
-    return [row for row in rows if row["best"] in IMPLEMENTATIONS]
+    return rows
+
+
+def _product(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[key] for key in PRODUCT)
 
 
 def keep(rows: Sequence[dict[str, Any]]) -> None:
     """Put what was measured into the file, in place of the same products, at once: jobs may read it. Raises OSError."""
-    new = {tuple(row[key] for key in PRODUCT): row for row in rows}
-    old = [row for row in measured() if tuple(row[key] for key in PRODUCT) not in new]
+    new = {_product(row): row for row in rows}
+    old = [row for row in _own() if _product(row) not in new]
     file = tuned()
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_suffix(f".{os.getpid()}")
@@ -145,7 +159,8 @@ def state() -> str:
     if not (rows := [row for row in measured() if row["card"] == card]):
         return f"torch: nothing else was measured on {card}; pymesh3d bench all_gather_matmul --tune does it"
     ranks = " and ".join(str(count) for count in sorted({row["ranks"] for row in rows}))
-    return f"the fastest of {len(rows)} that were measured on {card} with {ranks} ranks ({tuned()})"
+    own = sum(row in rows for row in _own())
+    return f"the fastest for the most similar of {len(rows)} products on {card} with {ranks} ranks, {own} of them measured here ({tuned()})"
 
 
 @functools.cache

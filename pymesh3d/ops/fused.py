@@ -6,6 +6,7 @@ with other ranks is the workspace of its op.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from pymesh3d.axis import Axis
 from pymesh3d.comm.native import starter
 from pymesh3d.comm.workspace import Workspace, workspace
-from pymesh3d.ops.choose import TILES, choose
+from pymesh3d.errors import SharingError
+from pymesh3d.ops.choose import TILES, choose, forced
 from pymesh3d.triton_kernels import (
     all_gather_matmul,
     all_gather_matmul_hopper,
@@ -24,6 +26,8 @@ from pymesh3d.triton_kernels import (
     matmul_reduce_scatter_hopper,
 )
 from pymesh3d.triton_kernels.launch_hopper import Prepared, kind
+
+log = logging.getLogger("pymesh3d")
 
 
 def _on_hopper(
@@ -86,7 +90,16 @@ def _computed(op: str, tokens: torch.Tensor, weight: torch.Tensor, axis: Axis, *
     if kernel == "torch":  # before rows are copied one after the other
         return None
     share = workspace(op, axis, tokens.device)
-    y = FUSED[op](kernel, share, axis, tokens if flat else tokens.reshape(count, tokens.shape[-1]), weight, **more)
+    if share.refused:
+        return None
+    try:
+        y = FUSED[op](kernel, share, axis, tokens if flat else tokens.reshape(count, tokens.shape[-1]), weight, **more)
+    except SharingError as error:  # on all ranks
+        if forced() is not None:
+            raise
+        log.warning("%s; torch computes %s there, and NCCL communicates", error, op)
+        share.refused = str(error)
+        return None
     return y if flat else y.view(-1, *tokens.shape[1:-1], weight.shape[0]), share
 
 

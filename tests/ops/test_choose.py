@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from pymesh3d.errors import ConfigError
+from pymesh3d.errors import ConfigError, SharingError
 from pymesh3d.ops import choose as choices
 from pymesh3d.ops import fused
 from pymesh3d.ops.choose import VARIABLE, choose, fastest
@@ -107,12 +107,16 @@ def test_a_file_of_something_else_is_named(tuned: Path, text: str) -> None:
 
 
 def test_a_file_that_may_not_be_read_is_none(tuned: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(self: Path, **_: Any) -> str:
+    read_text = Path.read_text
+
+    def refuse(self: Path, **options: Any) -> str:
+        if self == choices.SHIPPED:
+            return read_text(self, **options)
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "read_text", refuse)
     assert fastest(OPS[0], "a card", 2, 1024, 4096, 2048, False) == "torch"
-    assert caplog.messages == [f"{tuned} cannot be read (Permission denied): torch computes all tensor-parallel products"]
+    assert caplog.messages == [f"{tuned} cannot be read (Permission denied): what was measured elsewhere decides which kernels compute"]
 
 
 def test_an_implementation_of_another_version_is_left_out(tuned: Path) -> None:
@@ -165,4 +169,44 @@ def test_state_is_what_decides(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert choices.state() == "torch: nothing else was measured on a card; pymesh3d bench all_gather_matmul --tune does it"
     tuned.write_text(json.dumps([row("hopper-128"), row("torch", ranks=4)]))
     _forget()
-    assert choices.state() == f"the fastest of 2 that were measured on a card with 2 and 4 ranks ({tuned})"
+    what = "the fastest for the most similar of"
+    assert choices.state() == f"{what} 2 products on a card with 2 and 4 ranks, 2 of them measured here ({tuned})"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert choices.state() == f"{what} 96 products on NVIDIA H200 with 2 ranks, 0 of them measured here ({tuned})"
+
+
+def test_what_comes_with_pymesh3d_is_of_known_products_once(tuned: Path) -> None:
+    rows = json.loads(choices.SHIPPED.read_text())
+    assert all({*row} == {*choices.PRODUCT, "best"} and row["best"] in choices.IMPLEMENTATIONS and row["op"] in OPS for row in rows)
+    assert len({tuple(row[key] for key in choices.PRODUCT) for row in rows}) == len(rows) == 96
+    assert fastest(OPS[0], "NVIDIA H200", 2, 8192, 14336, 4096, False) == "hopper-256"
+    assert fastest(OPS[0], "NVIDIA H200", 4, 8192, 14336, 4096, False) == "torch", "of as many ranks only"
+
+
+def test_what_this_machine_measured_goes_before_what_comes_with_pymesh3d(tuned: Path) -> None:
+    here = {**row("torch", 8192, 14336, 4096), "card": "NVIDIA H200"}
+    choices.keep([here])
+    assert fastest(OPS[0], "NVIDIA H200", 2, 8192, 14336, 4096, False) == "torch"
+    assert fastest(OPS[0], "NVIDIA H200", 2, 4096, 14336, 4096, False) == "hopper-256", "of others the shipped ones stay"
+    assert json.loads(tuned.read_text()) == [here] and len(choices.measured()) == 96
+
+
+def test_ranks_that_cannot_share_memory_use_torch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Said once for each op; where a kernel is asked for, it is an error."""
+    share: Any = SimpleNamespace(refused="")
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise SharingError("rank 1: no NVLink")
+
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(fused, "workspace", lambda *_: share)
+    monkeypatch.setattr(fused, "choose", lambda *_: "plain")
+    monkeypatch.setitem(fused.FUSED, OPS[1], refuse)
+    x, weight = torch.zeros(4, 8), torch.zeros(16, 8)
+    assert fused.scattered_product(x, weight, PAIR) is fused.scattered_product(x, weight, PAIR) is None
+    assert caplog.messages == ["rank 1: no NVLink; torch computes matmul_reduce_scatter there, and NCCL communicates"]
+    if backend.available:
+        monkeypatch.setenv(VARIABLE, "plain")
+        share.refused = ""
+        with pytest.raises(SharingError):
+            fused.scattered_product(x, weight, PAIR)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from pymesh3d.launch import launch
 from pymesh3d.mesh import Mesh, init_mesh
 from pymesh3d.ops.choose import TILES, VARIABLE
-from pymesh3d.ops.fused import gathered_product, scattered_product
+from pymesh3d.ops.fused import gathered_product, reduced_product, scattered_product
 from pymesh3d.tp.layers import ColumnParallelLinear, RowParallelLinear
 from tests.hopper import needs_hopper
 
@@ -41,34 +42,45 @@ def _scattered(rows: torch.Tensor, weight: torch.Tensor, mesh: Mesh) -> torch.Te
     return y
 
 
+def _reduced(rows: torch.Tensor, weight: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    y = reduced_product(rows, weight, mesh.tp)
+    assert y is not None, "torch was chosen"
+    return y
+
+
 def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool(((found.double() - expected).abs() <= 2**-6 * expected.abs().max()).all())
 
 
-def _exact(mesh: Mesh, mine: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both products in float64."""
+def _exact(mesh: Mesh, mine: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The three products in float64."""
     all_rows = torch.empty(ROWS * mesh.tp.size, DEPTH, dtype=torch.float64, device=mesh.device)
     dist.all_gather_into_tensor(all_rows, mine.double())
     total = rows.double() @ weight.double().t()
     dist.all_reduce(total)
-    return all_rows @ weight.double().t(), total.chunk(mesh.tp.size)[mesh.tp.rank]
+    return all_rows @ weight.double().t(), total.chunk(mesh.tp.size)[mesh.tp.rank], total
+
+
+def _all(mesh: Mesh, mine: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The three products."""
+    return _gathered(mine, weight, mesh), _scattered(rows, weight, mesh), _reduced(rows, weight, mesh)
 
 
 def delays(word: str) -> bool:
-    """Ranks are late at random; both ops by turns; every result has the bits of the first."""
+    """Ranks are late at random; the ops by turns; every result has the bits of the first."""
     os.environ[VARIABLE] = word
     mesh = init_mesh(tp=-1, dp=1)
     mine, rows, weight = _operands(mesh, 1)
-    firsts = _gathered(mine, weight, mesh), _scattered(rows, weight, mesh)
-    expected = _exact(mesh, mine, rows, weight)
-    assert all(map(_close, firsts, expected))
+    firsts = _all(mesh, mine, rows, weight)
+    assert all(map(_close, firsts, _exact(mesh, mine, rows, weight)))
+    ops = ((_gathered, mine), (_scattered, rows), (_reduced, rows))
     wrong = torch.zeros((), dtype=torch.int64, device=mesh.device)
     chance = random.Random(mesh.rank)
     for call in range(CALLS):
         if chance.random() < 0.1:
             torch.cuda._sleep(chance.randrange(SHORT))
-        found = _scattered(rows, weight, mesh) if call % 2 else _gathered(mine, weight, mesh)
-        wrong += (found != firsts[call % 2]).any()
+        op, given = ops[call % 3]
+        wrong += (op(given, weight, mesh) != firsts[call % 3]).any()
         if call % 500 == 499:
             torch.cuda.synchronize()
     assert int(wrong) == 0, f"{int(wrong)} of {CALLS} calls"
@@ -103,39 +115,43 @@ def streams(word: str) -> bool:
 
 
 def replays(word: str) -> bool:
-    """A graph of both ops, with other numbers each time."""
+    """A graph of all ops, with other numbers each time."""
     os.environ[VARIABLE] = word
     mesh = init_mesh(tp=-1, dp=1)
     mine, rows, weight = _operands(mesh, 3)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        _gathered(mine, weight, mesh), _scattered(rows, weight, mesh)  # makes what ranks share, for this stream
+        _all(mesh, mine, rows, weight)  # makes what ranks share, for this stream
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=stream):
-            found = [(_gathered(mine, weight, mesh), _scattered(rows, weight, mesh)) for _ in range(3)]
+            found = [_all(mesh, mine, rows, weight) for _ in range(3)]
     for seed in range(4, 9):
         for tensor, new in zip((mine, rows, weight), _operands(mesh, seed), strict=True):
             tensor.copy_(new)
         expected = _exact(mesh, mine, rows, weight)
         graph.replay()
         torch.cuda.synchronize()
-        assert all(_close(y, exact) for both in found for y, exact in zip(both, expected, strict=True)), seed
+        assert all(_close(y, exact) for one in found for y, exact in zip(one, expected, strict=True)), seed
     mesh.close()
     return True
 
 
 def layers(word: str) -> bool:
-    """A column- and a row-parallel layer under sequence parallelism, forward and backward: as with torch's products."""
+    """A column- and a row-parallel layer with and without sequence parallelism, forward and backward: as with torch's products."""
     mesh = init_mesh(tp=-1, dp=1)
+    _layers(word, mesh, True)
+    _layers(word, mesh, False)
+    mesh.close()
+    return True
+
+
+def _layers(word: str, mesh: Mesh, sequence_parallel: bool) -> None:
     torch.manual_seed(7)
-    up = ColumnParallelLinear(
-        DEPTH, COLS * mesh.tp.size, bias=True, sequence_parallel=True, mesh=mesh, device=mesh.device, dtype=torch.bfloat16
-    )
-    down = RowParallelLinear(
-        COLS * mesh.tp.size, DEPTH, bias=True, sequence_parallel=True, mesh=mesh, device=mesh.device, dtype=torch.bfloat16
-    )
-    torch.manual_seed(mesh.rank)
+    options: dict[str, Any] = {"bias": True, "mesh": mesh, "device": mesh.device, "dtype": torch.bfloat16}
+    up = ColumnParallelLinear(DEPTH, COLS * mesh.tp.size, sequence_parallel=sequence_parallel, **options)
+    down = RowParallelLinear(COLS * mesh.tp.size, DEPTH, sequence_parallel=sequence_parallel, **options)
+    torch.manual_seed(mesh.rank if sequence_parallel else 8)
     x = torch.randn(2, ROWS, DEPTH, device=mesh.device).to(torch.bfloat16)
     grad = torch.randn_like(x)
     results: dict[str, list[torch.Tensor]] = {}
@@ -154,8 +170,6 @@ def layers(word: str) -> bool:
     assert any(not torch.equal(found, expected) for found, expected in zip(results[word], results["torch"], strict=True)), (
         "nothing else ran"
     )
-    mesh.close()
-    return True
 
 
 def _run(what: str, word: str) -> int:
