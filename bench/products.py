@@ -254,7 +254,7 @@ def run_ranks(op: Op, doc: str | None) -> None:
         title = f"{op.name.replace('_', ' ')} over {mesh.tp.size} ranks on {mesh.device.type}, in bfloat16"
         if rate:
             title += f"; the link carries {rate / 1e9:.0f} GB/s"
-        report.publish(op.name, rows, COLUMNS, title, given.json)
+        report.publish(op.name, rows, COLUMNS, title, given.json, rounds=given.rounds)
         if given.out:
             picture.save(rows, given.out, title)
         if given.tune:

@@ -81,13 +81,15 @@ def write(name: str, rows: Sequence[Row], path: Path, **details: Any) -> None:
     path.write_text(json.dumps(record(name, rows, **details), indent=2) + "\n", encoding="utf-8")
 
 
-def publish(name: str, rows: Sequence[Row], columns: Mapping[str, tuple[str, str]], title: str, json_file: str | None) -> None:
-    """Print the rows of benchmark `name` as a table, and write its record where a file is named."""
+def publish(
+    name: str, rows: Sequence[Row], columns: Mapping[str, tuple[str, str]], title: str, json_file: str | None, **details: Any
+) -> None:
+    """Print the rows of benchmark `name` as a table, and write its record, with `details`, where a file is named."""
     rich.print(table(rows, columns, title))
     if not torch.cuda.is_available():
         rich.print("Measured on a CPU: this shows that the benchmark runs, and nothing of a GPU's speed.")
     if json_file is not None:
-        write(name, rows, Path(json_file))
+        write(name, rows, Path(json_file), **details)
 
 
 def table(rows: Sequence[Row], columns: Mapping[str, tuple[str, str]], title: str) -> Table:

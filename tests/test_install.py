@@ -49,7 +49,13 @@ def without_compiler(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str
 
 def test_wheel_holds_the_package_and_its_linked_folders(without_compiler: tuple[list[str], str]) -> None:
     names, _ = without_compiler
-    for name in ("pymesh3d/__init__.py", "pymesh3d/py.typed", "pymesh3d/_C.pyi", "pymesh3d/ops/products.json", "pymesh3d/bench/__init__.py"):
+    for name in (
+        "pymesh3d/__init__.py",
+        "pymesh3d/py.typed",
+        "pymesh3d/_C.pyi",
+        "pymesh3d/ops/products.json",
+        "pymesh3d/bench/__init__.py",
+    ):
         assert name in names
     for folder in ("pymesh3d", "triton_kernels", "bench"):
         inside = "" if folder == "pymesh3d" else "pymesh3d/"
