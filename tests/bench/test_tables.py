@@ -92,7 +92,8 @@ CPU, torch 2.13.0, triton 3.9.0, 2025-01-31; `pymesh3d bench philox`.""",
 | qkv | 2,048 | 156 | 157 | 1,300 |{" 200 |" if head else ""} 170 | 2.00 |
 
 With the 70B model's, 2 products: geometric mean of the speed in a graph 1.00, at least 0.98 in 1; """
-        f"in eager calls 9.00, at least 0.98 in 1. Medians of 50 rounds by turns. 2 x NVIDIA H100, torch 2.13.0, triton 3.9.0, 2025-01-31; `pymesh3d bench {name}`."
+        "in eager calls 9.00, at least 0.98 in 1. Medians of 50 rounds by turns. "
+        f"2 x NVIDIA H100, torch 2.13.0, triton 3.9.0, 2025-01-31; `pymesh3d bench {name}`."
         for name, head in (
             ("all_gather_matmul", " torch's fused, us |"),
             ("matmul_reduce_scatter", " torch's fused, us |"),
