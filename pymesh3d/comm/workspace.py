@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -34,6 +35,8 @@ class Workspace:
         self.parts: list[torch.Tensor] = []  # every rank's slots, bytes
         self.refused = ""  # why there can be none
         self._prepared: dict[Any, Any] = {}
+        self.captured = False  # whether a CUDA graph may use what there is
+        self._kept: list[tuple[Counters, SymmetricBuffer | None, SymmetricBuffer | None]] = []  # what such graphs use, since it grew
         self._trouble = torch.full((1,), -1, dtype=torch.int64, pin_memory=device.type == "cuda")
 
     def slots(self, size: int, length: int) -> Slots:
@@ -51,6 +54,9 @@ class Workspace:
         size = -(-max(size, 1) // ALIGNED) * ALIGNED
         self._prepared.clear()
         self._slots, self.parts = None, []  # the new memory is made by all ranks together, when none of them uses the old any more
+        if self.captured:
+            self._kept.append((self.counters, self._memory, self._flags))
+            self.counters, self.captured = Counters.on(self._device), False
         self._memory = SymmetricBuffer(2 * size, self._axis, self._device)
         self._flags = SymmetricBuffer(4 * self._axis.size * length, self._axis, self._device)
         self.counters.calls.zero_()
@@ -75,23 +81,27 @@ class Workspace:
 
     def check(self) -> None:
         """Raise RuntimeError that names the rank for which a call has waited in vain."""
-        missing = self.counters.missing()
-        if missing is not None:
-            rank, tile = missing
-            raise RuntimeError(f"rank {self._axis.ranks[rank]} did not send tile {tile} of {self._op} within the time limit")
+        for counters in self._all_counters():
+            missing = counters.missing()
+            if missing is not None:
+                rank, tile = missing
+                raise RuntimeError(f"rank {self._axis.ranks[rank]} did not send tile {tile} of {self._op} within the time limit")
 
     def abort(self, seconds: float) -> bool:
         """End all waits, of which each looks at this number. A copy needs no room on a GPU that is full of those that wait."""
-        if self._device.type == "cuda":
-            with torch.cuda.stream(torch.cuda.Stream(self._device)):
-                self.counters.trouble.copy_(self._trouble, non_blocking=True)
-        else:
-            self.counters.trouble.copy_(self._trouble)
+        aside = torch.cuda.stream(torch.cuda.Stream(self._device)) if self._device.type == "cuda" else contextlib.nullcontext()
+        with aside:
+            for counters in self._all_counters():
+                counters.trouble.copy_(self._trouble, non_blocking=self._device.type == "cuda")
         return True
+
+    def _all_counters(self) -> list[Counters]:
+        return [self.counters, *(counters for counters, *_ in self._kept)]
 
     def close(self) -> None:
         """Give the memory back."""
         self._prepared.clear()
+        self._kept.clear()
         self._slots = self._memory = self._flags = None
         self.parts = []
 
@@ -126,4 +136,6 @@ def workspace(op: str, axis: Axis, device: torch.device) -> Workspace:
         return made
 
     one: Workspace = found_or_made(f"{op} over {axis.key} on stream {stream}", make)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        one.captured = True
     return one

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,6 +97,51 @@ def given_up() -> float:
 def test_giving_up_ends_a_wait(ranks: Ranks) -> None:
     first, _ = ranks(2, given_up)
     assert 0.3 <= first < 20.0
+
+
+def grows_after_a_graph() -> list[str]:
+    """What was there when a graph was captured stays, and is watched and told to give up as well."""
+    mesh = init_mesh(tp=2, device="cpu")
+    summed(mesh, 4, 4)
+    share = workspace("op", mesh.tp, mesh.device)
+    before, memory, calls = share.counters, share.part((1,), torch.uint8).data_ptr(), int(share.counters.calls[0])
+    share.captured = True
+    found, expected = summed(mesh, 40, 30)
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-12)
+    assert share.counters is not before and int(before.calls[0]) == calls and share.part((1,), torch.uint8).data_ptr() != memory
+    assert share._kept[0][1].part(mesh.rank, (1,), torch.uint8).data_ptr() == memory  # type: ignore[union-attr]
+    again = share.counters
+    summed(mesh, 80, 30)
+    assert share.counters is again and len(share._kept) == 1, "no graph since then"
+    texts = []
+    for counters in (before, again):
+        counters.told.fill_((1 << 32) + 8)
+        with pytest.raises(RuntimeError) as caught:
+            share.check()
+        texts.append(str(caught.value))
+        counters.told.zero_()
+    share.abort(1.0)
+    assert int(before.trouble) == int(again.trouble) == -1
+    mesh.close()
+    return texts
+
+
+@needs_kernels
+def test_what_a_graph_uses_stays_when_it_grows(ranks: Ranks) -> None:
+    assert ranks(2, grows_after_a_graph) == [["rank 1 did not send tile 7 of op within the time limit"] * 2] * 2
+
+
+def test_a_captured_call_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    share, gpu = Workspace.__new__(Workspace), torch.device("cuda", 0)
+    share.captured = False
+    monkeypatch.setattr(module, "take_turns", lambda device: None)
+    monkeypatch.setattr(module, "found_or_made", lambda name, make: share)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    for capturing in (False, True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        before = share.captured
+        assert workspace("op", SimpleNamespace(key="tp"), gpu) is share  # type: ignore[arg-type]
+        assert share.captured == (before or capturing)
 
 
 def test_nothing_grows_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
