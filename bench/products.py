@@ -115,6 +115,7 @@ def measure(op: Op, mesh: Mesh, cell: Cell, shares: dict[str, Workspace], link: 
     for name in ours:
         if name not in shares:
             shares[name] = Workspace(f"{op.name} ({name})", axis, mesh.device)
+        # the backward pass of a row-parallel layer multiplies the gathered rows once more
         runs[name] = functools.partial(FUSED[op.name], name, shares[name], axis, a, b, **({"keep": cell.turned} if op.gathers else {}))
     if cell.turned and not op.gathers:
         runs |= _with_weights(op, axis, a, b, {name: runs[name] for name in ours})

@@ -11,7 +11,7 @@
 
 namespace pymesh3d {
 
-// A driver call that failed; what() names the call and gives the driver's own text.
+// A driver call that failed: what() names the call and gives the driver's own text; or one that was not made, because it would fail.
 struct GpuError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

@@ -49,6 +49,7 @@ Kernel::Kernel(std::shared_ptr<const Gpu> gpu, std::uintptr_t function, unsigned
     : gpu_(std::move(gpu)),
       launch_(gpu_->driver_function<Launch>("cuLaunchKernel")),
       encode_(gpu_->driver_function<Encode>("cuTensorMapEncodeTiled")),
+      context_(gpu_->context()),
       function_(reinterpret_cast<void*>(function)),
       programs_(programs),
       threads_(threads),
@@ -98,6 +99,7 @@ void Kernel::start(Stream stream, const std::vector<std::uintptr_t>& addresses) 
   if (addresses.size() != open_.size())
     throw GpuError("the kernel takes " + std::to_string(open_.size()) + " addresses, not " + std::to_string(addresses.size()));
   if (std::find(addresses.begin(), addresses.end(), 0) != addresses.end()) throw GpuError("a matrix of the kernel has no address");
+  if (!gpu_->context()) gpu_->use(context_);
   const std::lock_guard<std::mutex> locked(mutex_);
   for (std::size_t index = 0; index < open_.size(); ++index) {
     Open& open = open_[index];

@@ -30,7 +30,8 @@ class Kernel {
   Kernel(const Kernel&) = delete;
   Kernel& operator=(const Kernel&) = delete;
 
-  // On the current context. `addresses`: of the matrices that have none, in order. Throws GpuError.
+  // On the current context, or, on a thread that has none, on the one that was current when this was made. `addresses`: of the matrices
+  // that have none, in order. Throws GpuError.
   void start(Stream stream, const std::vector<std::uintptr_t>& addresses);
 
  private:
@@ -41,7 +42,7 @@ class Kernel {
     unsigned char bytes[128];
   };
   struct Open {  // a matrix whose address comes with each start
-    Matrix matrix;
+    Matrix matrix;  // as it was last encoded
     Map* map;
   };
   void encode(Map* map, const Matrix& matrix) const;
@@ -49,6 +50,7 @@ class Kernel {
   std::shared_ptr<const Gpu> gpu_;
   Launch* launch_;
   Encode* encode_;
+  Context context_;
   void* function_;
   unsigned programs_, threads_, shared_bytes_;
   std::mutex mutex_;       // of what follows

@@ -248,6 +248,14 @@ void every_start_has_the_addresses_of_its_thread() {
     EXPECT(start.address_at(0) == 2 * start.stream && start.address_at(5) == 2 * start.stream + 1);
 }
 
+void start_on_a_thread_without_a_context_has_that_of_the_first() {
+  const Machine machine;
+  const Recorder recorder(of_matrix);
+  Kernel kernel = kernel_of(machine, recorder, {matrix_at(0)});
+  std::thread([&] { kernel.start(0, {here}); }).join();
+  EXPECT(recorder.starts.size() == 1 && recorder.starts[0].address_at(0) == here);
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -265,5 +273,6 @@ int main(int count, char** arguments) {
   RUN(start_that_fails_says_why);
   RUN(starts_wait_for_each_other);
   RUN(every_start_has_the_addresses_of_its_thread);
+  RUN(start_on_a_thread_without_a_context_has_that_of_the_first);
   return failures;
 }

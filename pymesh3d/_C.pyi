@@ -63,7 +63,8 @@ class Link:
 class Kernel:
     """A kernel that triton has compiled, and its arguments: numbers, and matrices as (address, rows, cols, stride, block_rows, block_cols).
 
-    Matrices with address 0 get theirs at every start. Every call may raise GpuError.
+    Matrices with address 0 get theirs at every start. Every call may raise GpuError, the first LibraryError too, where the driver is
+    older than CUDA 12.4.
     """
 
     def __init__(

@@ -41,6 +41,7 @@ BENCHMARKS = (
     "model",
     "p2p",
     "philox",
+    "rms_norm",
     "rotary",
     "swiglu",
     "train",
@@ -117,8 +118,8 @@ def parser() -> argparse.ArgumentParser:
         "in one kernel; cross_entropy: the loss, forward and backward; dropout: the kernel that "
         "zeroes at random; matmul: the plain matrix product; model: steps of a 1B model (without GPUs: of a tiny one) on the "
         "layouts of the GPUs here, and where their time goes; p2p: sends and receives between stages; philox: the kernel that makes "
-        "random numbers; rotary, swiglu: what a layer does between its matrix products; train: the loss curves and speed of every "
-        "layout of the GPUs here",
+        "random numbers; rms_norm, rotary, swiglu: what a layer does between its matrix products; train: the loss curves and speed of "
+        "every layout of the GPUs here",
     )
     bench.add_argument("--json", type=_name, metavar="FILE", help="write the results as JSON")
     products = bench.add_argument_group("of products that talk to other ranks")

@@ -351,3 +351,30 @@ def test_sources_are_compared_in_a_checkout_only(tmp_path: Path, monkeypatch: py
     if "sources" in beside:
         (tmp_path / "setup.py").touch()
     assert native._is_stale(native._C.sources, native._C.digest) == (beside == "other sources")
+
+
+def test_triton_starts_what_the_compiled_part_cannot(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """And the log says so once."""
+    errors = {name: type(name, (RuntimeError,), {}) for name in ("GpuError", "LibraryError")}
+    given: list[object] = []
+    failure: Exception | None = None
+
+    def kernel(*arguments: object) -> SimpleNamespace:
+        if failure is not None:
+            raise failure
+        given.append(arguments)
+        return SimpleNamespace(start="started")
+
+    monkeypatch.setattr(native, "_C", SimpleNamespace(**errors, Kernel=kernel), raising=False)
+    monkeypatch.setattr(native, "driver", lambda: "driver")
+    monkeypatch.setattr(native, "available", True)
+    native._say_once.cache_clear()
+    assert native.starter(1, 2, 3, 4, [5]) == "started" and given == [("driver", 1, 2, 3, 4, [5])]
+    with caplog.at_level("INFO", logger="pymesh3d"):
+        for error in errors.values():
+            failure = error("other arguments")
+            assert native.starter(1, 2, 3, 4, [5]) is None
+    assert caplog.messages == ["triton starts its kernels itself: other arguments"]
+    monkeypatch.setattr(native, "available", False)
+    monkeypatch.setattr(native, "_C", None)
+    assert native.starter(1, 2, 3, 4, [5]) is None

@@ -13,7 +13,7 @@ from .matmul import GROUP
 
 # Of a CUfunction, programs, threads, bytes of shared memory and arguments: what starts it on a stream, with addresses for those matrices
 # that have none; or None. An argument is a number, or a matrix: address, rows, cols, stride, and the rows and cols of its blocks.
-Native = Callable[[int, int, int, int, Sequence[Any]], Callable[[int, Sequence[int]], None] | None]
+Starter = Callable[[int, int, int, int, Sequence[Any]], Callable[[int, Sequence[int]], None] | None]
 
 
 class Tiles(NamedTuple):
@@ -37,11 +37,6 @@ WIDTH = 64  # columns of shared memory's swizzle: 128 bytes
 LARGE, SMALL = Tiles(64, 256, 64, 3), Tiles(64, 128, 64, 6)
 
 
-def tiles_for(rows: int, cols: int) -> Tiles:
-    """The tiles of a result [rows, cols]: large ones, if most programs get one and a half of them at least."""
-    return LARGE if LARGE.of(rows, cols) > 200 else SMALL
-
-
 def fits(rows: int, cols: int, depth: int, dtype: torch.dtype) -> bool:
     """Whether there is a kernel for [rows, depth] times [cols, depth]^T: the accelerator moves 16 bytes at a time."""
     return dtype == torch.bfloat16 and min(rows, cols, depth) > 0 and depth % 8 == cols % 8 == 0
@@ -60,9 +55,10 @@ def readable(x: torch.Tensor, *, turned_too: bool = False) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def kind(a: torch.Tensor, b: torch.Tensor) -> tuple[Any, ...]:
-    """The same for all matrices that one `Prepared` serves."""
-    return a.shape, a.stride(), a.data_ptr() % 16 == 0, b.shape, b.stride(), b.data_ptr() % 16 == 0
+def alike(a: torch.Tensor, b: torch.Tensor) -> tuple[Any, ...]:
+    """The same for all matrices that one `Prepared` serves: what is worked out from them."""
+    of_a = a.shape, a.stride(), a.dtype, a.data_ptr() % 16 == 0
+    return *of_a, b.shape, b.stride(), b.dtype, b.data_ptr() % 16 == 0, b.device
 
 
 def descriptor(x: torch.Tensor, rows: int, cols: int) -> Any:
@@ -84,7 +80,7 @@ def programs(device: torch.device) -> int:
 
 
 class Prepared:
-    """y [M, N] = a [M', K] b^T for b [N, K], in bfloat16, for all matrices of the `kind` of those that it was prepared with.
+    """y [M, N] = a [M', K] b^T for b [N, K], in bfloat16, for all matrices that are `alike` those that it was prepared with.
 
     All but their addresses is worked out once: with triton's own start a call of the kernel takes longer than a small product.
     """
@@ -99,20 +95,20 @@ class Prepared:
         tiles: Tiles,
         rest: Sequence[Any],
         constants: dict[str, Any],
-        native: Native | None = None,
+        starter: Starter | None = None,
     ) -> None:
         """`running`: programs; `shape`: of y; `rest`: what the kernel takes besides a, b and y, in order. Raises AssertionError where a and
         b have no product.
         """
         (rows, depth), cols = a.shape, b.shape[0]
-        alike = a.dtype == b.dtype and b.shape[1] == depth
-        assert alike and fits(rows, cols, depth, a.dtype), f"{list(a.shape)} of {a.dtype}, {list(b.shape)} of {b.dtype}"
+        match = a.dtype == b.dtype and a.device == b.device and b.shape[1] == depth
+        assert match and fits(rows, cols, depth, a.dtype), f"{list(a.shape)} of {a.dtype}, {list(b.shape)} of {b.dtype} on {b.device}"
         self._kernel, self._running, self._shape, self._tiles, self._rest = kernel, running, shape, tiles, rest
         self._copied = readable(a) is not a, readable(b, turned_too=True) is not b
         self._turned = turned(b) and not self._copied[1]
         self._constants = {"TURNED": self._turned, **constants, **tiles.options()}
-        self._native = native if tiles.n % WIDTH == tiles.k % WIDTH == 0 else None  # which copies by that swizzle
-        self._start: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object] = self._compile
+        self._starter = starter if tiles.n % WIDTH == tiles.k % WIDTH == 0 else None  # which copies by that swizzle
+        self._start: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object] | None = None
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """New and contiguous."""
@@ -123,33 +119,38 @@ class Prepared:
         if self._copied[1]:
             b = b.clone(memory_format=torch.contiguous_format)
         y = torch.empty(self._shape, dtype=a.dtype, device=a.device)
-        self._start(a, b, y)
+        if self._start is None:
+            self._start = self._first_start(a, b, y)
+        else:
+            self._start(a, b, y)
         return y
 
-    def _descriptors(self, a: torch.Tensor, b: torch.Tensor, y: torch.Tensor) -> tuple[Any, Any, Any]:
-        half, n, k, _ = self._tiles
-        weights = descriptor(b.t(), k, n) if self._turned else descriptor(b, n, k)
-        return descriptor(a, half, k), weights, descriptor(y, half, n)
-
-    def _compile(self, a: torch.Tensor, b: torch.Tensor, y: torch.Tensor) -> None:
-        """The first start, by triton, which looks at all arguments. What it finds out serves the next ones."""
-        matrices = self._descriptors(a, b, y)
-        compiled = self._kernel[(self._running,)](*matrices, *self._rest, **self._constants, num_warps=4)
-        start = None
-        if self._native is not None:
-            arguments = [(0, *_native(matrix)[1:]) for matrix in matrices] + [_native(one) for one in self._rest if one is not None]
-            start = self._native(compiled.function, self._running, 32 * compiled.metadata.num_warps, compiled.metadata.shared, arguments)
-        if start is not None:
-            stream, gpu = torch._C._cuda_getCurrentRawStream, a.device.index
-            self._start = lambda a, b, y: start(stream(gpu), (a.data_ptr(), b.data_ptr(), y.data_ptr()))
-        else:
-            again = compiled[(self._running, 1, 1)]
-            values = [self._constants[name] for name in self._kernel.arg_names[3 + len(self._rest) :]]
-            self._start = lambda a, b, y: again(*self._descriptors(a, b, y), *self._rest, *values)
+    def _first_start(
+        self, a: torch.Tensor, b: torch.Tensor, y: torch.Tensor
+    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]:
+        """By triton, which compiles, and looks at all arguments. What does the next: it holds what they need, and not this object."""
+        tiles, turned, rest, grid = self._tiles, self._turned, self._rest, (self._running, 1, 1)
+        matrices = _descriptors(a, b, y, tiles, turned)
+        compiled = self._kernel[grid](*matrices, *rest, **self._constants, num_warps=4)
+        if self._starter is not None:
+            arguments = [(0, *_as_argument(matrix)[1:]) for matrix in matrices] + [_as_argument(one) for one in rest if one is not None]
+            threads, shared_bytes = 32 * compiled.metadata.num_warps, compiled.metadata.shared
+            start = self._starter(compiled.function, self._running, threads, shared_bytes, arguments)
+            if start is not None:
+                stream, gpu = torch._C._cuda_getCurrentRawStream, a.device.index
+                return lambda a, b, y: start(stream(gpu), (a.data_ptr(), b.data_ptr(), y.data_ptr()))
+        again = compiled[grid]
+        values = [self._constants[name] for name in self._kernel.arg_names[3 + len(rest) :]]
+        return lambda a, b, y: again(*_descriptors(a, b, y, tiles, turned), *rest, *values)
 
 
-def _native(argument: Any) -> Any:
-    """An argument of a kernel as `Native` takes it. One copy is as wide as shared memory's swizzle, and a wider block several of them."""
+def _descriptors(a: torch.Tensor, b: torch.Tensor, y: torch.Tensor, tiles: Tiles, turned: bool) -> tuple[Any, Any, Any]:
+    weights = descriptor(b.t(), tiles.k, tiles.n) if turned else descriptor(b, tiles.n, tiles.k)
+    return descriptor(a, tiles.half, tiles.k), weights, descriptor(y, tiles.half, tiles.n)
+
+
+def _as_argument(argument: Any) -> Any:
+    """An argument of a kernel as a `Starter` takes it. A copy is as wide as shared memory's swizzle, and a wider block several of them."""
     if isinstance(argument, torch.Tensor):
         return argument.data_ptr()
     if isinstance(argument, int):

@@ -52,7 +52,7 @@ def matmul_all_reduce_kernel(  # type: ignore[no-untyped-def]
     share = tl.cdiv(rows, RANKS)
     tiles = tl.cdiv(share, BLOCK_M) * tl.cdiv(cols, BLOCK_N)
     sums = RANKS * share * cols  # where they begin
-    half = (call % 2) * size
+    half = (call & 1) * size
     number = take_job(calls, 0)
     while number < tiles * RANKS:
         owner = (rank + 1 + number // tiles) % RANKS

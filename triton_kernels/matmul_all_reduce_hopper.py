@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import torch
 
 from .backend import gl, gluon_jit, hopper, store_tile, tl
-from .launch_hopper import WIDTH, Native, Prepared, Tiles, descriptor, programs, tiles_for
+from .launch_hopper import WIDTH, Prepared, Starter, Tiles, descriptor, programs
 from .matmul import place_of
-from .matmul_hopper import LOADS, SECOND, STORES, fence_accelerator, multiply_tiles, next_job, shared
+from .matmul_hopper import LOADS, SECOND, STORES, multiply_tiles, next_job, shared
 from .matmul_reduce_scatter import Slots
-from .matmul_reduce_scatter_hopper import BOX, fetch_tile, give_tile, load_scattered_tiles
-from .signals import PATIENCE, Counters, end_of_program, missing_word, signal, take_job, wait
+from .matmul_reduce_scatter_hopper import BOX, fetch_parts, fetch_tile, give_part, give_tile, load_scattered_tiles
+from .signals import PATIENCE, Counters, end_of_program, fence_accelerator, missing_word, signal_others, take_job, wait
 
 
 @gluon_jit
@@ -32,7 +32,7 @@ def exchange_sums(  # type: ignore[no-untyped-def]
     ACROSS: gl.constexpr = BLOCK_N // BOX
     TILE: gl.constexpr = 2 * ACROSS * HALF
     call = gl.load(calls) + 1
-    first = call % 2 * slot_rows
+    first = (call & 1) * slot_rows
     tiles = gl.cdiv(rows, 2 * HALF) * gl.cdiv(cols, BLOCK_N)
     sums = first + RANKS * tiles * TILE
     mine = gl.load(flags + rank).to(gl.pointer_type(gl.int32))
@@ -43,14 +43,10 @@ def exchange_sums(  # type: ignore[no-untyped-def]
         tile = number % tiles
         owner = (rank + 1 + number // tiles) % RANKS
         if owner == rank:
-            for part in gl.static_range(1, RANKS):
-                source = part - 1 + (part > rank)
-                wait(mine + source * length + tile, call, trouble, told, missing_word(source, tile), patience)
-                fence_accelerator()
-                if part > 1:
-                    hopper.mbarrier.wait(taken, again & 1)
-                    again += 1
-                fetch_tile(here, first + (source * tiles + tile) * TILE, come, upper, lower, ACROSS, HALF)
+            again = fetch_parts(
+                here, flags, upper, lower, come, taken, again, call, trouble, told, rank, tile, first, tiles, length, patience,
+                RANKS, ACROSS, HALF,
+            )  # fmt: skip
         hopper.mbarrier.wait(ready, done & 1)
         if owner == rank:
             row, col = place_of(tile, rows, cols, 2 * HALF, BLOCK_N, GROUP)
@@ -62,14 +58,9 @@ def exchange_sums(  # type: ignore[no-untyped-def]
                 give_tile(gl.load(memory + (rank + following) % RANKS) + place, upper, lower, ACROSS, HALF)
             hopper.tma.store_wait(0)
             hopper.mbarrier.arrive(free)
-            for following in gl.static_range(1, RANKS):
-                other = gl.load(flags + (rank + following) % RANKS).to(gl.pointer_type(gl.int32))
-                signal(other + rank * length + tiles + tile, call)
+            signal_others(flags, rank, rank * length + tiles + tile, call, RANKS)
         else:
-            place = (first + (rank * tiles + tile) * TILE).to(gl.int64) * BOX * 2
-            give_tile(gl.load(memory + owner) + place, upper, lower, ACROSS, HALF)
-            hopper.mbarrier.arrive(free)
-            signal(gl.load(flags + owner).to(gl.pointer_type(gl.int32)) + rank * length + tile, call)
+            give_part(memory, flags, upper, lower, free, call, rank, owner, tile, first, tiles, length, ACROSS, HALF)
         done += 1
         number = next_job(jobs, offered, read, done, 1)
     count = 0
@@ -77,7 +68,7 @@ def exchange_sums(  # type: ignore[no-untyped-def]
     while sum_number < tiles * (RANKS - 1):
         source = (rank + 1 + sum_number % (RANKS - 1)) % RANKS
         tile = sum_number // (RANKS - 1)
-        wait(mine + source * length + tiles + tile, call, trouble, told, missing_word(source, tile), patience)
+        wait(mine + source * length + tiles + tile, call, trouble, told, missing_word(source, tiles + tile), patience)
         fence_accelerator()
         fetch_tile(here, sums + (source * tiles + tile) * TILE, fetched, upper, lower, ACROSS, HALF)
         hopper.mbarrier.wait(fetched, count & 1)
@@ -124,9 +115,8 @@ def matmul_all_reduce_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-def needed(ranks: int, rows: int, cols: int, tiles: Tiles | None = None) -> tuple[int, int]:
+def needed(ranks: int, rows: int, cols: int, tiles: Tiles) -> tuple[int, int]:
     """The least `size` and `length` of slots for a result of which each rank sums up [rows, cols]."""
-    tiles = tiles or tiles_for(rows, cols)
     return 2 * ranks * tiles.of(rows, cols) * 2 * tiles.half * tiles.n * 2, 2 * tiles.of(rows, cols)
 
 
@@ -138,20 +128,19 @@ def prepare(
     parts: Sequence[torch.Tensor],
     counters: Counters,
     *,
-    tiles: Tiles | None = None,
+    tiles: Tiles,
     patience: float = PATIENCE,
-    native: Native | None = None,
+    starter: Starter | None = None,
 ) -> Prepared:
     """As `launch` of `matmul_all_reduce`, in bfloat16, for rows that the ranks divide into shares of at least a tile's. `parts`: every
     rank's slots, bytes.
     """
     ranks, (count, depth), cols = len(parts), a.shape, b.shape[0]
     rows = count // ranks
-    tiles = tiles or tiles_for(rows, cols)
     slots.require(*needed(ranks, rows, cols, tiles))
     assert count == ranks * rows and rows >= 2 * tiles.half, f"{count} rows of {ranks} ranks, by tiles of {2 * tiles.half}"
     here = descriptor(parts[rank].view(a.dtype).view(-1, WIDTH), tiles.half, WIDTH)
     sizes = rows, cols, depth, slots.size // 2 // WIDTH, slots.length, int(patience * 1e9)
     running = min(programs(a.device), ranks * tiles.of(rows, cols))
     rest = here, *slots[:2], *counters, rank, *sizes
-    return Prepared(matmul_all_reduce_kernel, running, a, b, (count, cols), tiles, rest, {"RANKS": ranks}, native)
+    return Prepared(matmul_all_reduce_kernel, running, a, b, (count, cols), tiles, rest, {"RANKS": ranks}, starter)

@@ -11,23 +11,11 @@ from __future__ import annotations
 import torch
 
 from .backend import constant, gl, gluon_jit, hopper, load_tile, store_tile, tl
-from .launch_hopper import Native, Prepared, Tiles, programs, tiles_for
+from .launch_hopper import Prepared, Starter, Tiles, programs
 from .matmul import place_of
 
 SECOND, LOADS, STORES = constant(232), constant(40), constant(40)  # registers of a thread in the second group that multiplies, and in the
-# warps that load and store: so nothing is spilt
-
-
-@gluon_jit
-def stores_have_arrived():  # type: ignore[no-untyped-def]
-    """Wait until all that this thread has stored from shared memory can be seen by others; Gluon's own wait is for having been read."""
-    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon_jit
-def fence_accelerator():  # type: ignore[no-untyped-def]
-    """What a flag has shown to this thread holds for all that the accelerator does from here on."""
-    gl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+# warps that load and store: so almost nothing is spilt, over few ranks
 
 
 @gluon_jit
@@ -209,9 +197,10 @@ def matmul_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-def prepare(a: torch.Tensor, b: torch.Tensor, tiles: Tiles | None = None, native: Native | None = None) -> Prepared:
-    """a [M, K] times b^T for b [N, K], in bfloat16: [M, N]. N and K are multiples of 8."""
+def prepare(a: torch.Tensor, b: torch.Tensor, tiles: Tiles, starter: Starter | None = None) -> Prepared:
+    """a [M, K] times b^T for b [N, K], in bfloat16: [M, N]. N and K are multiples of 8. Layers take torch's product; this shows what the
+    parts that all products on Hopper are made of compute, and how fast, without other ranks.
+    """
     (rows, depth), cols = a.shape, b.shape[0]
-    tiles = tiles or tiles_for(rows, cols)
     running = min(programs(a.device), tiles.of(rows, cols))
-    return Prepared(matmul_kernel, running, a, b, (rows, cols), tiles, (rows, cols, depth), {}, native)
+    return Prepared(matmul_kernel, running, a, b, (rows, cols), tiles, (rows, cols, depth), {}, starter)

@@ -88,7 +88,7 @@ def matmul_reduce_scatter_kernel(  # type: ignore[no-untyped-def]
     """A program does one tile of all ranks' results after the other, this rank's last: those wait."""
     call = tl.load(calls) + 1
     tiles = tl.cdiv(rows, BLOCK_M) * tl.cdiv(cols, BLOCK_N)
-    half = (call % 2) * size
+    half = (call & 1) * size
     number = take_job(calls, 0)
     while number < tiles * RANKS:
         owner = (rank + 1 + number // tiles) % RANKS

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 
 from .backend import constant, gl, gluon_jit, hopper, load_tile, store_tile, tl
-from .launch_hopper import WIDTH, Native, Prepared, Tiles, descriptor, programs, tiles_for
+from .launch_hopper import WIDTH, Prepared, Starter, Tiles, descriptor, programs
 from .matmul import place_of
-from .matmul_hopper import LOADS, SECOND, STORES, fence_accelerator, load_operands, multiply_tiles, next_job, offer_job, shared
+from .matmul_hopper import LOADS, SECOND, STORES, load_operands, multiply_tiles, next_job, offer_job, shared
 from .matmul_reduce_scatter import Slots
-from .signals import PATIENCE, Counters, end_of_program, missing_word, signal, take_job, wait
+from .signals import PATIENCE, Counters, end_of_program, fence_accelerator, missing_word, signal, take_job, wait
 
 BOX = constant(WIDTH)  # columns
 
@@ -45,6 +45,37 @@ def fetch_tile(here, place, come, upper, lower, ACROSS: gl.constexpr, HALF: gl.c
     for box in gl.static_range(ACROSS):
         load_tile(here, [place + box * HALF, 0], come, upper.slice(box * BOX, BOX, 1))
         load_tile(here, [place + (ACROSS + box) * HALF, 0], come, lower.slice(box * BOX, BOX, 1))
+
+
+@gluon_jit
+def fetch_parts(  # type: ignore[no-untyped-def]
+    here, flags, upper, lower, come, taken, again, call, trouble, told, rank, tile, first, tiles, length, patience,
+    RANKS: gl.constexpr, ACROSS: gl.constexpr, HALF: gl.constexpr,
+):  # fmt: skip
+    """Fetch what the other ranks have left for a tile of this rank's rows, one after the other, as soon as the one before is `taken`; how
+    often that had happened `again` then.
+    """
+    mine = gl.load(flags + rank).to(gl.pointer_type(gl.int32))
+    for part in gl.static_range(1, RANKS):
+        source = part - 1 + (part > rank)
+        wait(mine + source * length + tile, call, trouble, told, missing_word(source, tile), patience)
+        fence_accelerator()
+        if part > 1:
+            hopper.mbarrier.wait(taken, again & 1)
+            again += 1
+        fetch_tile(here, first + (source * tiles + tile) * 2 * ACROSS * HALF, come, upper, lower, ACROSS, HALF)
+    return again
+
+
+@gluon_jit
+def give_part(  # type: ignore[no-untyped-def]
+    memory, flags, upper, lower, free, call, rank, owner, tile, first, tiles, length, ACROSS: gl.constexpr, HALF: gl.constexpr,
+):  # fmt: skip
+    """Leave this rank's part of a tile of its `owner`'s rows in that one's slots."""
+    place = first + (rank * tiles + tile) * 2 * ACROSS * HALF
+    give_tile(gl.load(memory + owner) + place.to(gl.int64) * BOX * 2, upper, lower, ACROSS, HALF)
+    hopper.mbarrier.arrive(free)
+    signal(gl.load(flags + owner).to(gl.pointer_type(gl.int32)) + rank * length + tile, call)
 
 
 @gluon_jit
@@ -82,25 +113,19 @@ def exchange_tiles(  # type: ignore[no-untyped-def]
     """Give away this program's tiles of the other ranks' rows; add up those of this rank's, and store them in y."""
     ACROSS: gl.constexpr = BLOCK_N // BOX
     call = gl.load(calls) + 1
-    first = call % 2 * slot_rows
+    first = (call & 1) * slot_rows
     tiles = gl.cdiv(rows, 2 * HALF) * gl.cdiv(cols, BLOCK_N)
-    mine = gl.load(flags + rank).to(gl.pointer_type(gl.int32))
     done = 0
     again = 0
     number = next_job(jobs, offered, read, done, 1)
     while number < tiles * RANKS:
-        turn = number // tiles
         tile = number % tiles
-        owner = (rank + 1 + turn) % RANKS
+        owner = (rank + 1 + number // tiles) % RANKS
         if owner == rank:
-            for part in gl.static_range(1, RANKS):
-                source = part - 1 + (part > rank)
-                wait(mine + source * length + tile, call, trouble, told, missing_word(source, tile), patience)
-                fence_accelerator()
-                if part > 1:
-                    hopper.mbarrier.wait(taken, again & 1)
-                    again += 1
-                fetch_tile(here, first + (source * tiles + tile) * 2 * ACROSS * HALF, come, upper, lower, ACROSS, HALF)
+            again = fetch_parts(
+                here, flags, upper, lower, come, taken, again, call, trouble, told, rank, tile, first, tiles, length, patience,
+                RANKS, ACROSS, HALF,
+            )  # fmt: skip
         hopper.mbarrier.wait(ready, done & 1)
         if owner == rank:
             row, col = place_of(tile, rows, cols, 2 * HALF, BLOCK_N, GROUP)
@@ -109,10 +134,7 @@ def exchange_tiles(  # type: ignore[no-untyped-def]
             hopper.tma.store_wait(0)
             hopper.mbarrier.arrive(free)
         else:
-            place = first + (rank * tiles + tile) * 2 * ACROSS * HALF
-            give_tile(gl.load(memory + owner) + place.to(gl.int64) * BOX * 2, upper, lower, ACROSS, HALF)
-            hopper.mbarrier.arrive(free)
-            signal(gl.load(flags + owner).to(gl.pointer_type(gl.int32)) + rank * length + tile, call)
+            give_part(memory, flags, upper, lower, free, call, rank, owner, tile, first, tiles, length, ACROSS, HALF)
         done += 1
         number = next_job(jobs, offered, read, done, 1)
     end_of_program(calls, call)
@@ -148,9 +170,8 @@ def matmul_reduce_scatter_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-def needed(ranks: int, rows: int, cols: int, tiles: Tiles | None = None) -> tuple[int, int]:
+def needed(ranks: int, rows: int, cols: int, tiles: Tiles) -> tuple[int, int]:
     """The least `size` and `length` of slots for a result [rows, cols] on each rank."""
-    tiles = tiles or tiles_for(rows, cols)
     return ranks * tiles.of(rows, cols) * 2 * tiles.half * tiles.n * 2, tiles.of(rows, cols)
 
 
@@ -162,18 +183,17 @@ def prepare(
     parts: Sequence[torch.Tensor],
     counters: Counters,
     *,
-    tiles: Tiles | None = None,
+    tiles: Tiles,
     patience: float = PATIENCE,
-    native: Native | None = None,
+    starter: Starter | None = None,
 ) -> Prepared:
     """As `launch` of `matmul_reduce_scatter`, in bfloat16. `parts`: every rank's slots, bytes."""
     ranks, depth, cols = len(parts), a.shape[1], b.shape[0]
     rows = a.shape[0] // ranks
-    tiles = tiles or tiles_for(rows, cols)
     slots.require(*needed(ranks, rows, cols, tiles))
     assert a.shape[0] == ranks * rows, f"{a.shape[0]} rows of {ranks} ranks"
     here = descriptor(parts[rank].view(a.dtype).view(-1, WIDTH), tiles.half, WIDTH)
     sizes = rows, cols, depth, slots.size // 2 // WIDTH, slots.length, int(patience * 1e9)
     running = min(programs(a.device), ranks * tiles.of(rows, cols))
     rest = here, *slots[:2], *counters, rank, *sizes
-    return Prepared(matmul_reduce_scatter_kernel, running, a, b, (rows, cols), tiles, rest, {"RANKS": ranks}, native)
+    return Prepared(matmul_reduce_scatter_kernel, running, a, b, (rows, cols), tiles, rest, {"RANKS": ranks}, starter)

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from .backend import constant, interpreted, jit, tl
+from .backend import constant, gl, gluon_jit, interpreted, jit, tl
 
 PATIENCE = 10.0  # seconds that a kernel waits for another rank
-LOOKS = constant(16)  # at a flag, for one at the clock
+LOOKS = constant(16)  # at a flag, for one at the clock and at `trouble`
 
 
 def _clock() -> int:
@@ -51,8 +51,8 @@ def has_come(flag, call):  # type: ignore[no-untyped-def]
 def wait(flag, call, trouble, told, what, patience):  # type: ignore[no-untyped-def]
     """Wait until `has_come`.
 
-    After `patience` nanoseconds it writes `what` to `trouble` and `told`, and goes on: every wait that shares `trouble` then ends at once.
-    `told` is in memory of the host, too slow to be looked at in a loop.
+    After `patience` nanoseconds it writes `what` to `trouble` and `told`, and goes on: every wait that shares `trouble` ends then, the next
+    time that it looks there. `told` is in memory of the host, too slow to be looked at in a loop.
     """
     seen = call - 1
     late = patience.to(tl.int64) * 0
@@ -119,3 +119,22 @@ def end_of_program(calls, call):  # type: ignore[no-untyped-def]
         for counter in range(1, 4):
             tl.store(calls + counter, 0)
         tl.store(calls, call)
+
+
+@gluon_jit
+def stores_have_arrived():  # type: ignore[no-untyped-def]
+    """Wait until all that this thread has stored from shared memory can be seen by others; Gluon's own wait is for having been read."""
+    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon_jit
+def fence_accelerator():  # type: ignore[no-untyped-def]
+    """What a flag has shown to this thread holds for all that the accelerator does from here on."""
+    gl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon_jit
+def signal_others(flags, rank, index, call, RANKS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Set flag `index` of all other ranks."""
+    for following in gl.static_range(1, RANKS):
+        signal(gl.load(flags + (rank + following) % RANKS).to(gl.pointer_type(gl.int32)) + index, call)

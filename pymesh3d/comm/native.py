@@ -85,10 +85,15 @@ def libraries(cuda: str = "libcuda.so.1", nccl: str = "libnccl.so.2") -> tuple[G
     return driver(cuda), _C.Nccl(nccl)
 
 
+@functools.cache
+def _say_once(text: str) -> None:
+    log.info(text)
+
+
 def starter(
     function: int, programs: int, threads: int, shared_bytes: int, arguments: Sequence[Any]
 ) -> Callable[[int, Sequence[int]], None] | None:
-    """What starts a kernel that triton has compiled, as `Native` of `launch_hopper` says. None without the compiled part, and where the
+    """What starts a kernel that triton has compiled, as `Starter` of `launch_hopper` says. None without the compiled part, and where the
     kernel takes its arguments otherwise than those of triton 3.6 do: then triton starts it.
     """
     if not available:
@@ -96,7 +101,7 @@ def starter(
     try:
         return _C.Kernel(driver(), function, programs, threads, shared_bytes, arguments).start
     except (_C.GpuError, _C.LibraryError) as error:
-        log.info("triton starts its kernels itself: %s", error)
+        _say_once(f"triton starts its kernels itself: {error}")
         return None
 
 

@@ -11,7 +11,7 @@ import torch
 from pymesh3d.axis import Axis
 from pymesh3d.comm.registry import found_or_made
 from pymesh3d.comm.symmetric import SymmetricBuffer
-from pymesh3d.errors import ConfigError
+from pymesh3d.errors import ConfigError, SharingError
 from pymesh3d.triton_kernels.matmul_reduce_scatter import Slots
 from pymesh3d.triton_kernels.signals import Counters
 
@@ -33,14 +33,16 @@ class Workspace:
         self._flags: SymmetricBuffer | None = None
         self._slots: Slots | None = None
         self.parts: list[torch.Tensor] = []  # every rank's slots, bytes
-        self.refused = ""  # why there can be none
+        self.refused = ""  # why ranks could not share what was asked for
         self._prepared: dict[Any, Any] = {}
         self.captured = False  # whether a CUDA graph may use what there is
         self._kept: list[tuple[Counters, SymmetricBuffer | None, SymmetricBuffer | None]] = []  # what such graphs use, since it grew
         self._trouble = torch.full((1,), -1, dtype=torch.int64, pin_memory=device.type == "cuda")
 
     def slots(self, size: int, length: int) -> Slots:
-        """At least so many bytes and flags. All ranks must ask for the same. Raises ConfigError while a CUDA graph is captured."""
+        """At least so many bytes and flags. All ranks must ask for the same. Raises ConfigError while a CUDA graph is captured, and
+        SharingError where ranks cannot share so much.
+        """
         slots = self._slots
         if slots is not None and size <= slots.size and length <= slots.length:
             return slots
@@ -57,8 +59,13 @@ class Workspace:
         if self.captured:
             self._kept.append((self.counters, self._memory, self._flags))
             self.counters, self.captured = Counters.on(self._device), False
-        self._memory = SymmetricBuffer(2 * size, self._axis, self._device)
-        self._flags = SymmetricBuffer(4 * self._axis.size * length, self._axis, self._device)
+        try:
+            self._memory = SymmetricBuffer(2 * size, self._axis, self._device)
+            self._flags = SymmetricBuffer(4 * self._axis.size * length, self._axis, self._device)
+        except SharingError as error:
+            self._memory = self._flags = None
+            self.refused = str(error)
+            raise
         self.counters.calls.zero_()
         self._slots = Slots(self._memory.addresses, self._flags.addresses, size, length)
         self.parts = [self._memory.part(rank, (2 * size,), torch.uint8) for rank in range(self._axis.size)]

@@ -101,7 +101,7 @@ def fastest(op: str, card: str, ranks: int, rows: int, cols: int, depth: int, tu
 
 @functools.cache
 def measured() -> list[dict[str, Any]]:
-    """What this machine has found out, and for other products what comes with pymesh3d. Raises ConfigError as `_own` does."""
+    """What this machine has found out, and for other products what comes with pymesh3d. Raises ConfigError as `_read` does."""
     own = _own()
     known = {_product(row) for row in own}
     shipped = json.loads(SHIPPED.read_text(encoding="utf-8"))
@@ -109,22 +109,35 @@ def measured() -> list[dict[str, Any]]:
 
 
 def _own() -> list[dict[str, Any]]:
-    """What this machine has found out; nothing where its file may not be read. Raises ConfigError where it holds something else."""
-    file = tuned()
+    """What this machine has found out; nothing where its file may not be read. Raises ConfigError as `_read` does."""
     try:
-        text = file.read_text(encoding="utf-8")
+        return _read()
+    except OSError as error:
+        what = "what was measured elsewhere decides which kernels compute"
+        log.warning("%s cannot be read (%s): %s", tuned(), error.strerror, what)
+        return []
+
+
+def _read() -> list[dict[str, Any]]:
+    """What stands in this machine's file, nothing if there is none. Raises OSError, and ConfigError where it holds something else."""
+    try:
+        data = tuned().read_bytes()
     except FileNotFoundError:
         return []
-    except OSError as error:
-        log.warning("%s cannot be read (%s): what was measured elsewhere decides which kernels compute", file, error.strerror)
-        return []
     try:
-        rows = json.loads(text)
-    except ValueError:
+        rows = json.loads(data)
+    except (ValueError, RecursionError):
         rows = None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and {*row} == {*PRODUCT, "best"} for row in rows):
-        raise ConfigError(str(file), "not what `bench --tune` writes", "Delete it, or tune again")
+    if not isinstance(rows, list) or not all(map(_is_measurement, rows)):
+        raise ConfigError(str(tuned()), "not what `bench --tune` writes", "Delete it, and tune again")
     return rows
+
+
+def _is_measurement(row: Any) -> bool:
+    if not isinstance(row, dict) or {*row} != {*PRODUCT, "best"} or type(row["turned"]) is not bool:
+        return False
+    words, sizes = (row[key] for key in ("op", "card", "best")), (row[key] for key in ("ranks", "rows", "cols", "depth"))
+    return all(type(word) is str for word in words) and all(type(size) is int and 0 < size < 1 << 62 for size in sizes)
 
 
 def _product(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -132,9 +145,11 @@ def _product(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def keep(rows: Sequence[dict[str, Any]]) -> None:
-    """Put what was measured into the file, in place of the same products, at once: jobs may read it. Raises OSError."""
+    """Put what was measured into the file, in place of the same products, at once: jobs may read it. Raises OSError where that cannot be
+    read or written, and ConfigError where it holds something else.
+    """
     new = {_product(row): row for row in rows}
-    old = [row for row in _own() if _product(row) not in new]
+    old = [row for row in _read() if _product(row) not in new]
     file = tuned()
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_suffix(f".{os.getpid()}")

@@ -25,7 +25,7 @@ from pymesh3d.triton_kernels import (
     matmul_reduce_scatter,
     matmul_reduce_scatter_hopper,
 )
-from pymesh3d.triton_kernels.launch_hopper import Prepared, kind
+from pymesh3d.triton_kernels.launch_hopper import Prepared, alike
 
 log = logging.getLogger("pymesh3d")
 
@@ -39,10 +39,10 @@ def _on_hopper(
         slots = share.slots(*module.needed(axis.size, *sizes, TILES[kernel]))
         given = rows, weight, axis.rank, slots, share.parts, share.counters
         patience = axis.timeout.total_seconds()
-        prepared: Prepared = module.prepare(*given, tiles=TILES[kernel], patience=patience, native=starter, **more)
+        prepared: Prepared = module.prepare(*given, tiles=TILES[kernel], patience=patience, starter=starter, **more)
         return prepared
 
-    return share.prepared((kernel, *more.values(), *kind(rows, weight)), prepare)(rows, weight)
+    return share.prepared((kernel, *more.values(), *alike(rows, weight)), prepare)(rows, weight)
 
 
 def _gather(kernel: str, share: Workspace, axis: Axis, rows: torch.Tensor, weight: torch.Tensor, *, keep: bool = False) -> torch.Tensor:
@@ -86,6 +86,8 @@ def _computed(op: str, tokens: torch.Tensor, weight: torch.Tensor, axis: Axis, *
     """The product of tokens [T, ..., K], with their dims but the first as they were, and where its op keeps what it shares."""
     flat = tokens.dim() == 2
     count = tokens.shape[0] if flat else tokens.shape[:-1].numel()
+    if count == 0 or weight.dtype != tokens.dtype:  # of which torch has something to say
+        return None
     kernel = choose(op, (count, *weight.shape), weight.stride(1) != 1, tokens, axis)
     if kernel == "torch":  # before rows are copied one after the other
         return None
@@ -98,7 +100,6 @@ def _computed(op: str, tokens: torch.Tensor, weight: torch.Tensor, axis: Axis, *
         if forced() is not None:
             raise
         log.warning("%s; torch computes %s there, and NCCL communicates", error, op)
-        share.refused = str(error)
         return None
     return y if flat else y.view(-1, *tokens.shape[1:-1], weight.shape[0]), share
 

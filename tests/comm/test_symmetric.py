@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pymesh3d.axis import Axis
 from pymesh3d.comm import symmetric
 from pymesh3d.comm.symmetric import SymmetricBuffer
-from pymesh3d.errors import DistributedError
+from pymesh3d.errors import DistributedError, SharingError
 from pymesh3d.launch import launch
 from pymesh3d.mesh import init_mesh
 
@@ -100,6 +100,31 @@ def test_one_rank_shares_with_itself() -> None:
         buffer.part(0, (2,), torch.int32, offset=12)
     with pytest.raises(AssertionError, match="a buffer of 0 bytes"):
         SymmetricBuffer(0, Axis("tp", 0, (0,), None), torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def attempts(what: str) -> str:
+    """What a rank is told where rank 1 fails so."""
+    mesh = init_mesh(tp=2, dp=1, device="cpu", timeout_s=10.0)
+
+    def attempt() -> int:
+        if mesh.rank == 1:
+            raise RuntimeError("CUDA driver error: no peers\nmore") if what == "driver" else dist.DistStoreError("the store is gone")
+        return 5
+
+    text = ""
+    if what == "driver" or mesh.rank == 1:  # of the store's error nobody is told
+        try:
+            symmetric._together(attempt, mesh.tp)
+        except (SharingError, dist.DistStoreError) as error:
+            text = f"{type(error).__name__}: {error}"
+    mesh.close()
+    return text
+
+
+def test_what_fails_on_one_rank_is_told_to_all_but_for_what_they_all_see(ranks: Ranks) -> None:
+    text = "SharingError: rank 1: sharing memory over axis tp with ranks [0, 1] failed: CUDA driver error: no peers. Ranks that"
+    assert all(told.startswith(text) for told in ranks(2, attempts, "driver"))
+    assert ranks(2, attempts, "store") == ["", "DistStoreError: the store is gone"]
 
 
 def told(what: str) -> str:

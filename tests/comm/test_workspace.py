@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pymesh3d.comm import workspace as module
 from pymesh3d.comm.watch import wait_until
 from pymesh3d.comm.workspace import Workspace, workspace
-from pymesh3d.errors import ConfigError
+from pymesh3d.errors import ConfigError, SharingError
 from pymesh3d.mesh import Mesh, init_mesh
 from pymesh3d.triton_kernels.matmul_reduce_scatter import launch, needed
 from tests.kernels import needs_kernels, noise
@@ -97,6 +97,62 @@ def given_up() -> float:
 def test_giving_up_ends_a_wait(ranks: Ranks) -> None:
     first, _ = ranks(2, given_up)
     assert 0.3 <= first < 20.0
+
+
+def prepares() -> list[int]:
+    """What is prepared is kept until the slots grow, or there is too much."""
+    mesh = init_mesh(tp=2, device="cpu")
+    share = workspace("op", mesh.tp, mesh.device)
+    made = iter(range(100, 5000))
+    share.slots(8, 1)
+    found = [share.prepared(key, lambda: next(made)) for key in ("a", "b", "a")]
+
+    def grow() -> int:
+        share.slots(4096, 1)
+        return next(made)
+
+    found += [share.prepared("c", grow), share.prepared("c", grow), share.prepared("a", lambda: next(made))]
+    for key in range(module.MOST):
+        share.prepared(key, lambda: 0)
+    found.append(share.prepared("a", lambda: next(made)))
+    mesh.close()
+    return found
+
+
+def test_what_is_prepared_is_kept_as_long_as_the_slots(ranks: Ranks) -> None:
+    assert ranks(2, prepares) == [[100, 101, 100, 102, 102, 103, 104]] * 2
+
+
+def test_prepared_products_go_with_the_slots() -> None:
+    one: Any = SimpleNamespace(size=1, rank=0, ranks=(0,), key="tp", name="tp")
+    share = Workspace("op", one, torch.device("cpu"))
+    share.slots(1000, 3)
+    share.counters.calls[0] = 9
+    assert share.prepared("a", lambda: "first") == share.prepared("a", lambda: "second") == "first"
+    assert share.parts[0].numel() == 2 * 1024 and share.slots(1000, 2) is share.slots(1, 3)
+    assert share.parts[0].data_ptr() == int(share.slots(1, 1).memory[0]) == share.part((1,), torch.uint8).data_ptr()
+    slots = share.slots(8, 4)
+    assert (slots.size, slots.length) == (1024, 4), "flags alone may be too few; what is there does not shrink"
+    assert share.prepared("a", lambda: "third") == "third" and share.counters.calls.tolist() == [0] * 4
+    share.close()
+    assert not share._prepared and not share.parts and share._memory is share._flags is None
+
+
+def refused() -> tuple[str, bool]:
+    """What stays of slots that cannot grow: why."""
+    mesh = init_mesh(tp=2, device="cpu")
+    share = workspace("op", mesh.tp, mesh.device)
+    share.slots(8, 1)
+    with pytest.raises(SharingError):
+        share.slots(1 << 60, 1)
+    told, left = share.refused, share._memory is None and share._flags is None and share._slots is None and not share.parts
+    mesh.close()
+    return told, left
+
+
+def test_slots_that_cannot_grow_say_why_and_give_their_memory_back(ranks: Ranks) -> None:
+    (told, left), other = ranks(2, refused)
+    assert left and other == (told, left) and "rank 0: sharing memory over axis tp" in told
 
 
 def grows_after_a_graph() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from pymesh3d.comm import workspace
 from pymesh3d.errors import ConfigError, SharingError
 from pymesh3d.ops import choose as choices
 from pymesh3d.ops import fused
@@ -99,22 +101,65 @@ def test_what_is_measured_again_takes_the_place_of_the_old(tuned: Path) -> None:
     assert [path.name for path in tuned.parent.iterdir()] == ["products.json"]
 
 
-@pytest.mark.parametrize("text", ["[", "null", '{"a": 1}', '[{"op": "all_gather_matmul"}]', "[3]"])
-def test_a_file_of_something_else_is_named(tuned: Path, text: str) -> None:
-    tuned.write_text(text)
-    with pytest.raises(ConfigError, match=r"products\.json: not what `bench --tune` writes\. Delete it, or tune again"):
+GOOD = row("torch")
+WRONG = [{**GOOD, size: value} for size in ("rows", "ranks") for value in ("1024", None, 0, -1, 10**400, 1.0, True, [1], float("nan"))]
+WRONG += [{**GOOD, "turned": value} for value in ("no", 0)] + [{**GOOD, key: [1]} for key in ("op", "card", "best")]
+
+
+@pytest.mark.parametrize("text", ["", "[", "null", '{"a": 1}', '[{"op": "all_gather_matmul"}]', "[3]", "[" * 100_000, b"\xff\xfe"])
+def test_a_file_of_something_else_is_named(tuned: Path, text: str | bytes) -> None:
+    tuned.write_bytes(text.encode() if isinstance(text, str) else text)
+    for use in (lambda: fastest(OPS[0], "a card", 2, 1, 1, 1, False), lambda: choices.keep([GOOD])):
+        with pytest.raises(ConfigError, match=r"products\.json: not what `bench --tune` writes\. Delete it, and tune again"):
+            use()
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_measurements_of_other_types_are_refused(tuned: Path, wrong: dict[str, Any]) -> None:
+    tuned.write_text(json.dumps([GOOD, wrong]))
+    with pytest.raises(ConfigError, match=r"not what `bench --tune` writes"):
         fastest(OPS[0], "a card", 2, 1, 1, 1, False)
 
 
-def test_a_file_that_may_not_be_read_is_none(tuned: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    read_text = Path.read_text
+def test_what_cannot_be_read_is_not_written_over(tuned: Path) -> None:
+    tuned.mkdir()
+    with pytest.raises(IsADirectoryError):
+        choices.keep([GOOD])
+    assert tuned.is_dir() and [path.name for path in tuned.parent.iterdir()] == ["products.json"]
 
-    def refuse(self: Path, **options: Any) -> str:
-        if self == choices.SHIPPED:
-            return read_text(self, **options)
+
+def test_a_measurement_that_cannot_be_kept_leaves_the_old_ones(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choices.keep([GOOD])
+
+    def fail(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device", str(target))
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="No space left"):
+        choices.keep([row("hopper-128", rows=9)])
+    assert json.loads(tuned.read_text()) == [GOOD]
+
+
+def test_the_folder_of_the_file_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    _forget()
+    choices.keep([GOOD])
+    _forget()
+    assert (tmp_path / ".cache" / "pymesh3d" / "products.json").is_file()
+
+
+def test_nothing_is_said_of_products_that_are_too_different(tuned: Path) -> None:
+    choices.keep([row("hopper-128", rows=1024)])
+    assert fastest(OPS[0], "a card", 2, 8 * 1024, 4096, 2048, False) == "hopper-128", "3 doublings"
+    assert fastest(OPS[0], "a card", 2, 9 * 1024, 4096, 2048, False) == "torch"
+
+
+def test_a_file_that_may_not_be_read_is_none(tuned: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(self: Path) -> bytes:
         raise PermissionError(13, "Permission denied", str(self))
 
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
     assert fastest(OPS[0], "a card", 2, 1024, 4096, 2048, False) == "torch"
     assert caplog.messages == [f"{tuned} cannot be read (Permission denied): what was measured elsewhere decides which kernels compute"]
 
@@ -193,20 +238,59 @@ def test_what_this_machine_measured_goes_before_what_comes_with_pymesh3d(tuned: 
 
 def test_ranks_that_cannot_share_memory_use_torch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Said once for each op; where a kernel is asked for, it is an error."""
-    share: Any = SimpleNamespace(refused="")
+    asked: list[int] = []
 
-    def refuse(*_: Any, **__: Any) -> Any:
+    def refuse(size: int, *_: Any) -> Any:
+        asked.append(size)
         raise SharingError("rank 1: no NVLink")
 
+    axis: Any = SimpleNamespace(size=2, rank=0, key="an axis", watched=[], timeout=datetime.timedelta(seconds=1))
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(fused, "workspace", lambda *_: share)
+    monkeypatch.setattr(workspace, "SymmetricBuffer", refuse)
     monkeypatch.setattr(fused, "choose", lambda *_: "plain")
-    monkeypatch.setitem(fused.FUSED, OPS[1], refuse)
     x, weight = torch.zeros(4, 8), torch.zeros(16, 8)
-    assert fused.scattered_product(x, weight, PAIR) is fused.scattered_product(x, weight, PAIR) is None
-    assert caplog.messages == ["rank 1: no NVLink; torch computes matmul_reduce_scatter there, and NCCL communicates"]
-    if backend.available:
-        monkeypatch.setenv(VARIABLE, "plain")
-        share.refused = ""
-        with pytest.raises(SharingError):
-            fused.scattered_product(x, weight, PAIR)
+    for product in (fused.scattered_product, fused.reduced_product):
+        assert product(x, weight, axis) is product(x, weight, axis) is None
+    what = "rank 1: no NVLink; torch computes {} there, and NCCL communicates"
+    assert caplog.messages == [what.format("matmul_reduce_scatter"), what.format("matmul_all_reduce")] and len(asked) == 2
+    monkeypatch.setattr(fused, "forced", lambda: "plain")
+    with pytest.raises(SharingError):
+        fused.gathered_product(x, weight, axis)
+
+
+def test_what_kernels_for_hopper_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "available", True)
+    monkeypatch.setattr(choices, "_is_hopper", lambda device: True)
+    x = torch.zeros(1, dtype=torch.bfloat16)
+
+    def taken(op: str, rows: int, cols: int = 64, depth: int = 64, ranks: int = 2) -> bool:
+        return choices.can("hopper-128", op, (rows, cols, depth), x, ranks)
+
+    assert taken(OPS[0], 128) and not taken(OPS[0], 127)
+    assert taken(OPS[2], 256) and not taken(OPS[2], 255) and not taken(OPS[2], 257)
+    assert not taken(OPS[2], 256, ranks=4) and taken(OPS[1], 2)
+    assert not taken(OPS[1], 256, cols=60) and not choices.can("hopper-128", OPS[1], (256, 64, 64), x.float(), 2)
+
+
+@pytest.mark.parametrize(("capability", "is_one"), [((8, 9), False), ((9, 0), True), ((10, 0), False), ((12, 0), False)])
+def test_what_is_hopper(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], is_one: bool) -> None:
+    choices._is_hopper.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert choices._is_hopper(torch.device("cuda", 0)) is is_one and not choices._is_hopper(torch.device("cpu"))
+    choices._is_hopper.cache_clear()
+
+
+def test_what_was_the_fastest_is_asked_with_the_sizes_of_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    axis: Any = SimpleNamespace(size=2, ranks=(0, 1))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(choices, "_card", lambda device: "a card")
+    monkeypatch.setattr(choices, "fastest", lambda *given: asked.append(given) or "hopper-128")
+    monkeypatch.setattr(choices, "can", lambda *given: asked.append(given) or False)
+    like: Any = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
+    assert choose("op", (5, 6, 7), True, like, axis) == "torch", "it cannot compute this"
+    assert asked == [("op", "a card", 2, 5, 6, 7, True), ("hopper-128", "op", (5, 6, 7), like, 2)]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    asked.clear()
+    assert choose("op", (5, 6, 7), True, like, axis) == "torch" and not asked, "ranks of two hosts"

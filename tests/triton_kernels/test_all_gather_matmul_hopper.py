@@ -31,7 +31,7 @@ def values(half: int, n: int, k: int, stages: int) -> bool:
                 bench.memory.part(bench.rank, (bench.ranks, *a[0].shape), torch.bfloat16)[bench.rank].fill_(torch.nan)
             weights = b[bench.rank] if turn % 2 else b[bench.rank].t().contiguous().t()
             given = bench.rank, bench.slots, parts, bench.counters
-            one = prepare(a[bench.rank], weights, *given, tiles=tiles, keep=turn % 3 != 1 or turn == 11, native=starter)
+            one = prepare(a[bench.rank], weights, *given, tiles=tiles, keep=turn % 3 != 1 or turn == 11, starter=starter)
             found.append(one(a[bench.rank], weights))
             found.append(one(a[bench.rank].clone(), weights))
         torch.cuda.synchronize()
@@ -56,25 +56,27 @@ def test_slots_hold_the_rows_and_flags_for_each_run_and_for_all() -> None:
     assert needed(2, 129, 65, 8, Tiles(64, 256, 64, 3)) == (2 * 129 * 65 * 2, 4)
 
 
-def shares_of(ranks: int, rows: int, cols: int, depth: int, tiles: Tiles) -> tuple[int, int, int]:
-    return shares(ranks, rows, cols, depth, tiles, 132)
-
-
 @pytest.mark.parametrize("tiles", [LARGE, SMALL], ids=str)
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize("sizes", [(128, 8, 8), (128, 65536, 8), (16384, 8, 16384), (8192, 7168, 8192), (1000, 520, 200)], ids=str)
-def test_some_programs_give_rows_away_and_some_columns_come_first(sizes: tuple[int, int, int], ranks: int, tiles: Tiles) -> None:
-    rows, cols, _ = sizes
-    givers, lead, width = shares_of(ranks, *sizes, tiles)
-    alone = ranks * tiles.of(rows, cols) <= 132
-    assert (givers == 0) == alone and 0 <= givers <= 32 and 1 <= lead <= -(-cols // tiles.n)
-    assert lead == -(-cols // tiles.n) or not alone, "whoever has a tile of this rank's rows must not wait, so the others come last"
+def test_who_would_wait_gives_rows_away(sizes: tuple[int, int, int], ranks: int, tiles: Tiles) -> None:
+    rows, cols, depth = sizes
+    width, narrow, first, givers, lead = shares(ranks, *sizes, tiles, 132)
+    down, across, blocks = -(-rows // 128), -(-cols // tiles.n), -(-depth // 64)
     held = 1 + tiles.n // (2 * tiles.half)
-    assert width % held == 0 and 1 <= width < 16 + held
+    for strip in (width, narrow):
+        assert strip % held == 0 and 1 <= strip < min(blocks, 64) + held
+    assert 1 <= lead <= across and narrow <= width
+    if ranks * down * across <= 132:
+        assert (givers, lead) == (0, across), "whoever has a tile of this rank's rows must not wait, so the others come last"
+    else:
+        assert 8 <= givers <= 32 and first + givers == 132, "those that take their first tile last"
+        assert down * -(-blocks // width) >= min(2 * givers, down), "strips for all of them"
 
 
 def test_more_programs_give_where_there_is_less_to_multiply() -> None:
-    assert shares_of(2, 4096, 3072, 4096, LARGE)[0] == 13 > shares_of(2, 4096, 14336, 4096, LARGE)[0] == 8
-    assert shares_of(2, 256, 28672, 8192, LARGE)[1] == 66, "as many as 132 programs multiply at once"
-    assert shares_of(2, 4096, 14336, 4096, LARGE)[1] == 56, "all, of many rows"
-    assert shares_of(2, 256, 3072, 4096, SMALL) == (0, 24, 2), "84 programs without a tile of these 2 runs of rows give 64 strips"
+    assert shares(2, 4096, 3072, 4096, LARGE, 132).givers == 13 > shares(2, 4096, 14336, 4096, LARGE, 132).givers == 8
+    assert shares(2, 256, 28672, 8192, LARGE, 132).lead == 66, "as many as 132 programs multiply at once"
+    assert shares(2, 4096, 14336, 4096, LARGE, 132).lead == 56, "all, of many rows"
+    assert shares(2, 256, 3072, 4096, SMALL, 132) == (2, 2, 0, 0, 24), "84 programs without a tile of these 2 runs of rows give 64 strips"
+    assert shares(2, 1024, 4096, 8192, LARGE, 132) == (51, 3, 122, 10, 16)

@@ -29,6 +29,7 @@ ROW, TALL = {"ALIGNED": True, "BLOCK_ROWS": 1, "BLOCK_COLS": 1024}, {"ALIGNED": 
 PIECE = {"BLOCK_ROWS": 1, "BLOCK_COLS": 2048}
 TURN = {"BACKWARD": False, "BLOCK_TOKENS": 32, "BLOCK_HALF": 64}
 RUNS = {"RUNS": 512, "RUN": 8}
+PIECES = {"BLOCK_ROWS": 16, "BLOCK_COLS": 16}
 TILES = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "GROUP": 8}
 SHARED = "*{0} *{0} *{0} *i64 *i64 *i32 *i64 *i64 i32" + " i64" * 8
 # In Gluon. A descriptor is "ROWSxCOLS" of its blocks in bfloat16.
@@ -45,6 +46,27 @@ KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "swiglu bfloat16": ("swiglu", "swiglu_kernel", "*bf16 *bf16 i64 i64 i64", PIECE),
     "swiglu float64": ("swiglu", "swiglu_kernel", "*fp64 *fp64 i64 i64 i64", {"BLOCK_ROWS": 512, "BLOCK_COLS": 4}),
     "swiglu backward bfloat16": ("swiglu", "swiglu_backward_kernel", "*bf16 *bf16 *bf16 i64 i64 i64 i64", PIECE),
+    "rms norm bfloat16": (
+        "rms_norm",
+        "rms_norm_kernel",
+        "*bf16 *bf16 *bf16 *fp32 i64 i64 i64 i32",
+        PIECE | {"added": None, "h": None, "EPS": 1e-5},
+    ),
+    "rms norm of a sum float16": ("rms_norm", "rms_norm_kernel", "*fp16 " * 5 + "*fp32 i64 i64 i64 i32", PIECE | {"EPS": 1e-5}),
+    "rms norm of a sum float64": ("rms_norm", "rms_norm_kernel", "*fp64 " * 6 + "i64 i64 i64 i32", PIECES | {"EPS": 0.0}),
+    "rms norm backward bfloat16": (
+        "rms_norm",
+        "rms_norm_backward_kernel",
+        "*bf16 *bf16 *bf16 *fp32 *bf16 *bf16 *fp32 i64 i64 i64 i64 i32",
+        PIECE | {"STAGES": 2},
+    ),
+    "rms norm backward float64": (
+        "rms_norm",
+        "rms_norm_backward_kernel",
+        "*fp64 " * 6 + "i64 i64 i64 i64 i32",
+        PIECES | {"grad_h": None, "STAGES": 1},
+    ),
+    "rms norm total bfloat16": ("rms_norm", "total_kernel", "*fp32 *bf16 i32 i32", {"BLOCK_PROGRAMS": 64, "BLOCK_COLS": 32}),
     "dropout float64": ("dropout", "dropout_kernel", "*fp64 *fp64" + DROPOUT, TALL | {"BLOCK_ROWS": 8, "BLOCK_COLS": 128}),
     "matmul bfloat16": ("matmul", "matmul_kernel", "*bf16 *bf16 *bf16" + " i64" * 5, TILES),
     "matmul float32": ("matmul", "matmul_kernel", "*fp32 *fp32 *fp32" + " i64" * 5, TILES),
@@ -76,7 +98,7 @@ KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         f"hopper all-gather matmul of {ranks}": (
             "all_gather_matmul_hopper",
             "all_gather_matmul_kernel",
-            f"64x64 {'64x256' if ranks == 2 else '256x64'} 64x256" + " 64x64" * ranks + TALKS.format(" i32" * 8),
+            f"64x64 {'64x256' if ranks == 2 else '256x64'} 64x256" + " 64x64" * ranks + TALKS.format(" i32" * 10),
             HOPPER | {"RANKS": ranks, "KEEP": True, "TURNED": ranks == 2} | {f"other_{turn}": None for turn in range(ranks, 8)},
         )
         for ranks in (2, 8)
@@ -195,7 +217,9 @@ def test_what_the_accelerator_moves_is_ordered_for_all_gpus(compiled: Path, case
     assert acquires and releases
     fences = [at for at, line in enumerate(lines) if "fence.proxy.async;" in line]
     assert all("bar.warp.sync" in lines[at + 1] for at in acquires)
-    if "gather" in case:  # it waits for all ranks in a row
+    if "gather" in case:  # it waits for all ranks in a row, looks for all rows of one, and waits for a run of them
+        assert len(acquires) == int(case[-1]) - 1 + 2
+        assert sum("gpu.acq_rel" in line for line in lines) == 3, "a run is complete, all are, and so is the call"
         for at in acquires:
             after = [line for line in lines[at + 1 :] if re.search(r"fence\.proxy\.async;|shared::(cta|cluster)\.global", line)]
             assert "fence.proxy.async;" in after[0]

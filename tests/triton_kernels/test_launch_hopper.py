@@ -9,7 +9,7 @@ import torch
 
 from pymesh3d.triton_kernels import all_gather_matmul_hopper, launch_hopper, matmul_all_reduce_hopper, matmul_hopper
 from pymesh3d.triton_kernels import matmul_reduce_scatter_hopper as scatter_hopper
-from pymesh3d.triton_kernels.launch_hopper import SMALL, Prepared, Tiles, fits, kind, readable, tiles_for
+from pymesh3d.triton_kernels.launch_hopper import SMALL, Prepared, Tiles, alike, fits, readable
 from pymesh3d.triton_kernels.matmul_reduce_scatter import Slots
 from pymesh3d.triton_kernels.signals import Counters
 from tests.kernels import needs_kernels
@@ -35,19 +35,19 @@ def test_what_cannot_be_read_is_copied() -> None:
     assert readable(turned, turned_too=True) is turned and readable(turned) is not turned
 
 
-def test_small_results_get_small_tiles() -> None:
-    assert tiles_for(8192, 4096).n == 256 and tiles_for(1024, 4096).n == tiles_for(512, 4096).n == 128
-    assert Tiles(64, 256, 64, 3).of(129, 257) == 4
+def test_tiles_of_a_result() -> None:
+    assert Tiles(64, 256, 64, 3).of(129, 257) == 4 and SMALL.of(512, 3072) == 96
 
 
-def test_a_kind_tells_apart_what_is_prepared_apart() -> None:
+def test_what_is_alike_is_prepared_once() -> None:
     a, b = torch.zeros(6, 16, dtype=BF16), torch.zeros(24, 16, dtype=BF16)
-    assert kind(a, b) == kind(torch.ones(6, 16, dtype=BF16), b.clone()) and hash(kind(a, b)) == hash(kind(a.clone(), b))
+    assert alike(a, b) == alike(torch.ones(6, 16, dtype=BF16), b.clone()) and hash(alike(a, b)) == hash(alike(a.clone(), b))
     others = [(a[:5], b), (a, b[:8]), (a, b.view(16, 24).t()), (torch.zeros(6, 32, dtype=BF16)[:, :16], b)]
     shifted = torch.zeros(7 * 16, dtype=BF16)[4 : 4 + 6 * 16].view(6, 16)
     others += [(shifted, b), (a, torch.zeros(25 * 16, dtype=BF16)[4 : 4 + 24 * 16].view(24, 16))]
-    kinds = {kind(a, b), *(kind(*other) for other in others)}
-    assert len(kinds) == 1 + len(others), "sizes, strides, and whether an address is that of 16 bytes"
+    others += [(a.half(), b), (a, b.half()), (a, b.to("meta"))]
+    kinds = {alike(a, b), *(alike(*other) for other in others)}
+    assert len(kinds) == 1 + len(others), "sizes, strides, dtypes, device, and whether an address is that of 16 bytes"
 
 
 class Kernel:
@@ -101,7 +101,7 @@ def test_the_first_start_compiles_and_triton_starts_the_next() -> None:
     ys = [one(a, b), one(first, other)]
     assert [(y.shape, y.dtype, y.is_contiguous()) for y in ys] == [((6, 24), BF16, True)] * 2
     ((grid, args, constants, warps),) = kernel.compiled
-    assert (grid, args[3:], warps) == ((7,), (5, None), 4)
+    assert (grid, args[3:], warps) == ((7, 1, 1), (5, None), 4)
     assert constants == {"TURNED": False, "RANKS": 2, "HALF": 64, "BLOCK_N": 128, "BLOCK_K": 64, "STAGES": 6, "GROUP": 8}
     assert [shown(one) for one in args[:3]] == [
         (a.data_ptr(), [6, 16], [16, 1], [64, 64]),
@@ -180,10 +180,10 @@ def test_kernels_are_given_each_of_their_arguments(monkeypatch: pytest.MonkeyPat
     """Numbers where numbers are taken, and the sizes that a rank has."""
     given: dict[str, dict[str, Any]] = {}
 
-    def prepared(kernel: Any, running: int, a: Any, b: Any, shape: Any, tiles: Tiles, rest: Any, constants: Any, native: Any) -> str:
+    def prepared(kernel: Any, running: int, a: Any, b: Any, shape: Any, tiles: Tiles, rest: Any, constants: Any, starter: Any) -> str:
         names = kernel.arg_names[3 : 3 + len(rest)]
         assert {*kernel.arg_names[3 + len(rest) :]} == {"TURNED", *constants, *tiles.options()}
-        assert (tiles, native) == (SMALL, "native")
+        assert (tiles, starter) == (SMALL, "starter")
         given[kernel.fn.__name__] = dict(zip(names, rest, strict=True)) | constants | {"running": running, "shape": shape}
         return kernel.fn.__name__
 
@@ -192,8 +192,8 @@ def test_kernels_are_given_each_of_their_arguments(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(module, "programs", lambda device: 132)
     a, b, addresses, parts, counters = operands()
     slots: Any = Slots(addresses, addresses, 1 << 22, LENGTH)
-    options: Any = {"tiles": SMALL, "patience": 2.0, "native": "native"}
-    matmul_hopper.prepare(a, b, SMALL, "native")  # type: ignore[arg-type]
+    options: Any = {"tiles": SMALL, "patience": 2.0, "starter": "starter"}
+    matmul_hopper.prepare(a, b, SMALL, "starter")  # type: ignore[arg-type]
     scatter_hopper.prepare(a, b, 2, slots, parts, counters, **options)
     matmul_all_reduce_hopper.prepare(a, b, 2, slots, parts, counters, **options)
     all_gather_matmul_hopper.prepare(a, b, 2, slots, parts, counters, keep=False, **options)
@@ -221,7 +221,7 @@ def test_slots_that_are_too_small_are_refused() -> None:
         (all_gather_matmul_hopper, "262144 bytes and 6 flags"),
     ):
         with pytest.raises(AssertionError, match=f"{text} in slots of 256 and 1"):
-            module.prepare(a, b, 0, Slots(addresses, addresses, 256, 1), parts, counters)  # type: ignore[attr-defined]
+            module.prepare(a, b, 0, Slots(addresses, addresses, 256, 1), parts, counters, tiles=SMALL)  # type: ignore[attr-defined]
 
 
 @needs_kernels
@@ -229,9 +229,9 @@ def test_rows_that_make_no_tile_are_refused() -> None:
     a, b, addresses, parts, counters = operands()
     slots = Slots(addresses, addresses, 1 << 22, LENGTH)
     with pytest.raises(AssertionError, match="127 rows, fewer than the 128 of a tile"):
-        all_gather_matmul_hopper.prepare(a[:127], b, 0, slots, parts, counters)
+        all_gather_matmul_hopper.prepare(a[:127], b, 0, slots, parts, counters, tiles=SMALL)
     for rows in (508, 511):
         with pytest.raises(AssertionError, match=f"{rows} rows of 4 ranks, by tiles of 128"):
-            matmul_all_reduce_hopper.prepare(a[:rows], b, 0, slots, parts, counters)
+            matmul_all_reduce_hopper.prepare(a[:rows], b, 0, slots, parts, counters, tiles=SMALL)
     with pytest.raises(AssertionError, match="511 rows of 4 ranks"):
-        scatter_hopper.prepare(a[:511], b, 0, slots, parts, counters)
+        scatter_hopper.prepare(a[:511], b, 0, slots, parts, counters, tiles=SMALL)

@@ -27,7 +27,7 @@ def values(half: int, n: int, k: int, stages: int) -> bool:
             if turn % bench.ranks == bench.rank:
                 torch.cuda._sleep(1_000_000 * (turn % 3))
             weights = b[bench.rank] if turn % 2 else b[bench.rank].t().contiguous().t()
-            one = prepare(a[bench.rank], weights, bench.rank, bench.slots, parts, bench.counters, tiles=tiles, native=starter)
+            one = prepare(a[bench.rank], weights, bench.rank, bench.slots, parts, bench.counters, tiles=tiles, starter=starter)
             found.append(one(a[bench.rank], weights))
             found.append(one(a[bench.rank].clone(), weights))
         torch.cuda.synchronize()

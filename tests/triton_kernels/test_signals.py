@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pymesh3d.comm.symmetric import SymmetricBuffer
 from pymesh3d.mesh import init_mesh
 from pymesh3d.triton_kernels.backend import jit, tl
-from pymesh3d.triton_kernels.signals import Counters, end_of_program, missing_word, signal, take_job, wait
+from pymesh3d.triton_kernels.signals import Counters, end_of_program, has_come, missing_word, signal, take_job, wait
 from tests.kernels import DEVICE, needs_kernels
 
 Ranks = Callable[..., list[Any]]
@@ -52,6 +52,19 @@ def passed_on() -> tuple[list[int], list[int], Any]:
 def test_numbers_go_around(ranks: Ranks, world: int) -> None:
     expected = [ROUNDS * world] + [(ROUNDS - 1) * world + rank for rank in range(1, world)]
     assert ranks(world, passed_on) == [([number], [ROUNDS, 0, 0, 0], None) for number in expected]
+
+
+@jit
+def come_kernel(flags, found, call):  # type: ignore[no-untyped-def]
+    program = tl.program_id(0)
+    tl.store(found + program, has_come(flags + program, call).to(tl.int32))
+
+
+@needs_kernels
+def test_a_flag_of_this_call_or_the_next_has_come() -> None:
+    flags, found = torch.tensor([3, 4, 5], dtype=torch.int32, device=DEVICE), torch.full((3,), 9, dtype=torch.int32, device=DEVICE)
+    come_kernel[(3,)](flags, found, 4)
+    assert found.tolist() == [0, 1, 1]
 
 
 @jit
