@@ -20,11 +20,12 @@ RESULTS = Path("bench/results")
 
 
 def _source(record: Mapping[str, Any]) -> str:
-    """The line under a table: card, versions and day."""
+    """The line under a table: card, versions and day, and the commit where somebody has noted it."""
     names = [card["name"] for card in record["cards"]]
     cards = f"{len(names)} x {names[0]}" if names else "CPU"
     versions = record["versions"]
-    return f"{cards}, torch {versions['torch']}, triton {versions['triton']}, {record['date'][:10]}"
+    commit = f", commit {record['commit']}" if "commit" in record else ""
+    return f"{cards}, torch {versions['torch']}, triton {versions['triton']}, {record['date'][:10]}{commit}"
 
 
 def _markdown(head: list[str], rows: list[list[str]]) -> str:

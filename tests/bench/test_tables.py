@@ -38,6 +38,7 @@ RECORDS = {
             **WHERE,
             "name": name,
             "rounds": 50,
+            "commit": "0123abc",
             "cards": [{"name": "NVIDIA H100"}] * 2,
             "rows": [
                 {"layer": layer, "mode": mode, "tokens": 2048, "product_us": 156.2, "floor_us": 157.0, "unfused_us": 1300.4}
@@ -93,7 +94,7 @@ CPU, torch 2.13.0, triton 3.9.0, 2025-01-31; `pymesh3d bench philox`.""",
 
 With the 70B model's, 2 products: geometric mean of the speed in a graph 1.00, at least 0.98 in 1; """
         "in eager calls 9.00, at least 0.98 in 1. Medians of 50 rounds by turns. "
-        f"2 x NVIDIA H100, torch 2.13.0, triton 3.9.0, 2025-01-31; `pymesh3d bench {name}`."
+        f"2 x NVIDIA H100, torch 2.13.0, triton 3.9.0, 2025-01-31, commit 0123abc; `pymesh3d bench {name}`."
         for name, head in (
             ("all_gather_matmul", " torch's fused, us |"),
             ("matmul_reduce_scatter", " torch's fused, us |"),
