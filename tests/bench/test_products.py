@@ -29,7 +29,9 @@ def test_it_runs_between_two_processes(tmp_path: Path, name: str) -> None:
     assert done.returncode == 0 and "over 2 ranks on cpu" in done.stdout, done
     drawn = out.read_text()
     assert drawn.count('<g id="axes_') == 2 and "<!-- tiny up" in drawn and "<!-- tokens over all ranks -->" in drawn
-    forward, backward = sorted(json.loads(file.read_text())["rows"], key=lambda row: row["turned"])
+    record = json.loads(file.read_text())
+    assert record["rounds"] == 1
+    forward, backward = sorted(record["rows"], key=lambda row: row["turned"])
     gathers = name == "all_gather_matmul"
     assert (forward["tokens"], forward["cols"], forward["depth"]) == (32, 24, 16)
     assert (backward["tokens"], backward["cols"], backward["depth"]) == (32, 16, 24)

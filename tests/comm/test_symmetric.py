@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,18 @@ def files() -> set[Path]:
     return set(symmetric.MEMORY.glob("pymesh3d-*"))
 
 
+def none_is_left(before: set[Path]) -> bool:
+    """Whether what is new is gone soon: other tests, which may run beside this one, have files for a moment."""
+    new, late = files() - before, time.monotonic() + 10.0
+    while new & files() and time.monotonic() < late:
+        time.sleep(0.05)
+    return not new & files()
+
+
 def test_each_rank_sees_what_the_others_write(ranks: Ranks) -> None:
     before = files()
     assert ranks(4, written_by_all) == [[[0.25], [1.25]]] * 2 + [[[2.25], [3.25]]] * 2
-    assert files() == before
+    assert none_is_left(before)
 
 
 @pytest.mark.gpu
@@ -108,7 +117,11 @@ def attempts(what: str) -> str:
 
     def attempt() -> int:
         if mesh.rank == 1:
-            raise RuntimeError("CUDA driver error: no peers\nmore") if what == "driver" else dist.DistStoreError("the store is gone")
+            raise (
+                RuntimeError("CUDA driver error: no peers" + 1000 * "." + "\nmore")
+                if what == "driver"
+                else dist.DistStoreError("the store is gone")
+            )
         return 5
 
     text = ""
@@ -122,7 +135,7 @@ def attempts(what: str) -> str:
 
 
 def test_what_fails_on_one_rank_is_told_to_all_but_for_what_they_all_see(ranks: Ranks) -> None:
-    text = "SharingError: rank 1: sharing memory over axis tp with ranks [0, 1] failed: CUDA driver error: no peers. Ranks that"
+    text = "SharingError: rank 1: sharing memory over axis tp with ranks [0, 1] failed: CUDA driver error: no peers....."
     assert all(told.startswith(text) for told in ranks(2, attempts, "driver"))
     assert ranks(2, attempts, "store") == ["", "DistStoreError: the store is gone"]
 
@@ -160,7 +173,7 @@ def test_what_cannot_be_shared_is_an_error_on_all_ranks(ranks: Ranks, what: str,
     assert first == second
     assert first.startswith(f"rank {rank}: sharing memory over axis tp with ranks [0, 1] failed: ")
     assert all(text in first for text in texts), first
-    assert files() == before
+    assert none_is_left(before)
 
 
 def without_a_peer() -> str:
@@ -178,4 +191,4 @@ def test_a_lost_peer_is_an_error_and_leaves_no_file(fresh_ranks: Ranks) -> None:
     before = files()
     text = fresh_ranks(2, without_a_peer, timeout=30.0, expect_dead=[1])[0]
     assert text.startswith("rank 0: sharing memory over axis tp with ranks [1] failed after ")
-    assert files() == before
+    assert none_is_left(before)

@@ -39,7 +39,7 @@ def summed(mesh: Mesh, rows: int, cols: int, patience: float = 30.0) -> tuple[to
 def grows() -> bool:
     mesh = init_mesh(tp=2, dp=-1, device="cpu")
     share, other = workspace("op", mesh.tp, mesh.device), workspace("another op", mesh.tp, mesh.device)
-    assert share is workspace("op", mesh.tp, mesh.device) is not other and share in mesh.watched
+    assert share is workspace("op", mesh.tp, mesh.device) is not other and mesh.watched[:2] == [other, share]
     sizes = []
     for rows, cols in ((4, 4), (4, 4), (40, 30), (8, 8)):
         found, expected = summed(mesh, rows, cols)
@@ -187,17 +187,19 @@ def test_what_a_graph_uses_stays_when_it_grows(ranks: Ranks) -> None:
     assert ranks(2, grows_after_a_graph) == [["rank 1 did not send tile 7 of op within the time limit"] * 2] * 2
 
 
-def test_a_captured_call_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    share, gpu = Workspace.__new__(Workspace), torch.device("cuda", 0)
+def test_each_stream_has_one_whose_turn_it_is_and_that_knows_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    share, gpu = Workspace.__new__(Workspace), torch.device("cuda", 3)
+    names, turns, streams = [], [], {3: 7}
     share.captured = False
-    monkeypatch.setattr(module, "take_turns", lambda device: None)
-    monkeypatch.setattr(module, "found_or_made", lambda name, make: share)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
-    for capturing in (False, True, False):
+    monkeypatch.setattr(module, "take_turns", turns.append)
+    monkeypatch.setattr(module, "found_or_made", lambda name, make: names.append(name) or share)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", streams.__getitem__, raising=False)
+    for capturing, stream in ((False, 7), (True, 7), (False, 8)):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
-        before = share.captured
+        streams[3], before = stream, share.captured
         assert workspace("op", SimpleNamespace(key="tp"), gpu) is share  # type: ignore[arg-type]
         assert share.captured == (before or capturing)
+    assert turns == [gpu] * 3 and names[0] == names[1] != names[2]
 
 
 def test_nothing_grows_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,5 +241,8 @@ def test_what_waits_for_other_ranks_takes_turns_on_all_streams(monkeypatch: pyte
     capturing = True
     on(second)
     assert second.waited == [first], "in a graph the order is the graph's"
+    capturing = False
+    on(first)
+    assert first.waited == [second], "and is nobody's turn outside"
     monkeypatch.setattr(torch.cuda, "current_stream", None)
     module.take_turns(torch.device("cpu"))

@@ -99,7 +99,7 @@ KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
             "all_gather_matmul_hopper",
             "all_gather_matmul_kernel",
             f"64x64 {'64x256' if ranks == 2 else '256x64'} 64x256" + " 64x64" * ranks + TALKS.format(" i32" * 10),
-            HOPPER | {"RANKS": ranks, "KEEP": True, "TURNED": ranks == 2} | {f"other_{turn}": None for turn in range(ranks, 8)},
+            HOPPER | {"RANKS": ranks, "KEEP": ranks == 2, "TURNED": ranks == 2} | {f"other_{turn}": None for turn in range(ranks, 8)},
         )
         for ranks in (2, 8)
     },
@@ -220,6 +220,8 @@ def test_what_the_accelerator_moves_is_ordered_for_all_gpus(compiled: Path, case
     if "gather" in case:  # it waits for all ranks in a row, looks for all rows of one, and waits for a run of them
         assert len(acquires) == int(case[-1]) - 1 + 2
         assert sum("gpu.acq_rel" in line for line in lines) == 3, "a run is complete, all are, and so is the call"
+        stores, given = sum("global.shared::cta.bulk_group" in line for line in lines), 2 * 3 * (int(case[-1]) - 1)  # blocks of a stage
+        assert stores == 2 * 4 + given + (2 * 3 if KERNELS[case][3]["KEEP"] else 0), "the result; to all others; to itself, to keep rows"
         for at in acquires:
             after = [line for line in lines[at + 1 :] if re.search(r"fence\.proxy\.async;|shared::(cta|cluster)\.global", line)]
             assert "fence.proxy.async;" in after[0]

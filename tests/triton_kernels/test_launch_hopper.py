@@ -83,6 +83,19 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 55, raising=False)
 
 
+@needs_kernels
+@pytest.mark.usefixtures("gpu")
+def test_each_start_is_on_the_current_stream_and_has_a_new_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, current = [], {None: 0}
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", current.__getitem__, raising=False)
+    a, b = torch.zeros(6, 16, dtype=BF16), torch.zeros(24, 16, dtype=BF16)
+    one = made(Kernel(), a, b, lambda *_: lambda stream, addresses: started.append((stream, addresses[2])))
+    ys = [one(a, b)]
+    for current[None] in (55, 56):
+        ys.append(one(a, b))
+    assert started == [(55, ys[1].data_ptr()), (56, ys[2].data_ptr())] and len({y.data_ptr() for y in ys}) == 3
+
+
 def made(kernel: Kernel, a: torch.Tensor, b: torch.Tensor, native: Any = None) -> Prepared:
     return Prepared(kernel, 7, a, b, (6, 24), SMALL, (5, None), {"RANKS": 2}, native)
 
@@ -134,8 +147,8 @@ def test_the_compiled_part_starts_it_where_it_can() -> None:
     refused(a, b)
     refused(a, b)
     assert len(kernel.compiled) == 2 and len(kernel.started) == 1, "by triton, where the compiled part cannot"
-    narrow = Prepared(kernel, 7, a, b, (6, 24), Tiles(64, 256, 32, 6), (5, None), {"RANKS": 2}, native)
-    narrow(a, b)
+    for tiles in (Tiles(64, 256, 32, 6), Tiles(64, 32, 64, 6)):
+        Prepared(kernel, 7, a, b, (6, 24), tiles, (5, None), {"RANKS": 2}, native)(a, b)
     assert len(asked) == 1, "blocks of 32 columns have another swizzle"
 
 
@@ -152,6 +165,10 @@ def test_what_cannot_be_read_is_copied_in_every_call(monkeypatch: pytest.MonkeyP
     one(other, b)
     assert all(torch.equal(x, y) for x, y in zip(seen[:2] + seen[3:5], (b, a, b, other), strict=True))
     assert all(x.is_contiguous() for x in seen) and not kernel.compiled[0][2]["TURNED"]
+    far = torch.zeros(16, 28, dtype=BF16)[:, :24].t()  # turned, but its rows do not begin at 16 bytes
+    kernel = Kernel()
+    made(kernel, a, far)(a, far)
+    assert not kernel.compiled[0][2]["TURNED"] and seen[-3].is_contiguous()
 
 
 @needs_kernels
