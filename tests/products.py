@@ -47,6 +47,10 @@ class Bench:
         b = [noise(cols, depth, dtype=self.dtype, seed=-rank - 1) for rank in range(self.ranks)]
         return [x.to(self.mesh.device) for x in a], [x.to(self.mesh.device) for x in b]
 
+    def parts(self) -> list[torch.Tensor]:
+        """Every rank's slots, bytes."""
+        return [self.memory.part(rank, (2 * self.slots.size,), torch.uint8) for rank in range(self.ranks)]
+
     def agrees(self, found: torch.Tensor, a: list[torch.Tensor], b: list[torch.Tensor], rows: slice) -> bool:
         """Whether this is `rows` of the ranks' sum of a b^T."""
         parts = [(x[rows], y) for x, y in zip(a, b, strict=True)]

@@ -63,36 +63,6 @@ def piece(uppers, lowers, columns, stage, number: gl.constexpr, TURNED: gl.const
 
 
 @gluon_jit
-def copy_strip(  # type: ignore[no-untyped-def]
-    a, ranks, uppers, lowers, columns, come, copied, row, into, first, count,
-    TURNED: gl.constexpr, FROM: gl.constexpr, TO: gl.constexpr, HALF: gl.constexpr, HELD: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """Copy, from block `first` on, `count` times as many blocks [2 * HALF, BLOCK_K] as a stage of the ring can hold, after `copied` others:
-    from `row` of a to row `into` of the slots of those of `ranks`.
-    """
-    AHEAD: gl.constexpr = STAGES // 2  # stages that are loaded before the first is stored
-    for step in range(count + AHEAD):
-        if step < count:
-            stage = (copied + step) % STAGES
-            hopper.tma.store_wait((STAGES - 1 - AHEAD) * 2 * HELD * (TO - FROM))  # what was in this stage has been read
-            hopper.mbarrier.expect(come.index(stage), HELD * 2 * HALF * BLOCK_K * 2)
-            for number in gl.static_range(2 * HELD):
-                at = [row + number % 2 * HALF, (first + step * HELD + number // 2) * BLOCK_K]
-                load_tile(a, at, come.index(stage), piece(uppers, lowers, columns, stage, number, TURNED, HALF))
-        if step >= AHEAD:
-            done = step - AHEAD
-            stage = (copied + done) % STAGES
-            hopper.mbarrier.wait(come.index(stage), (copied + done) // STAGES & 1)
-            for number in gl.static_range(2 * HELD):
-                at = [into + number % 2 * HALF, (first + done * HELD + number // 2) * BLOCK_K]
-                for following in gl.static_range(FROM, TO):
-                    store_tile(ranks[following], at, piece(uppers, lowers, columns, stage, number, TURNED, HALF))
-    stores_have_arrived()
-    tl.debug_barrier()
-
-
-@gluon_jit
 def copy_rows(  # type: ignore[no-untyped-def]
     a, ranks, uppers, lowers, columns, come, copied, strip, rank, rows, depth, width,
     TURNED: gl.constexpr, FROM: gl.constexpr, TO: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,

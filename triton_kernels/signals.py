@@ -55,8 +55,8 @@ def wait(flag, call, trouble, told, what, patience):  # type: ignore[no-untyped-
     time that it looks there. `told` is in memory of the host, too slow to be looked at in a loop.
     """
     seen = call - 1
-    late = patience.to(tl.int64) * 0
-    ended = late
+    late = tl.cast(0, tl.int64)  # not known before the first look at the clock
+    ended = tl.cast(0, tl.int64)
     looks = 0
     while (seen - call < 0) & (ended == 0):
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")

@@ -8,8 +8,8 @@ import torch
 from pymesh3d.comm.native import starter
 from pymesh3d.launch import launch
 from pymesh3d.triton_kernels.all_gather_matmul_hopper import needed, prepare, shares
-from pymesh3d.triton_kernels.launch_hopper import LARGE, SMALL, Tiles
-from tests.hopper import TILES, needs_hopper
+from pymesh3d.triton_kernels.launch_hopper import LARGE, SMALL, Prepared, Tiles
+from tests.hopper import TILES, TURNS, by_turns, needs_hopper
 from tests.products import Bench, Shape, close
 
 SHAPES: list[Shape] = [(300, 520, 200), (128, 256, 64), (128, 8, 8), (1024, 4096, 4096), (300, 520, 200)]  # rows of one rank
@@ -19,23 +19,18 @@ def values(half: int, n: int, k: int, stages: int) -> bool:
     """Shapes by turns over the same slots, each often, with ranks that are late by turns: right, and the same bits every time."""
     tiles = Tiles(half, n, k, stages)
     bench = Bench(SHAPES, torch.bfloat16, "cuda", lambda ranks, shape, _: needed(ranks, shape[0], shape[2], shape[1], tiles))
-    parts = [bench.memory.part(rank, (2 * bench.slots.size,), torch.uint8) for rank in range(bench.ranks)]
+    given = bench.rank, bench.slots, bench.parts(), bench.counters
+
+    def prepared(rows: torch.Tensor, weights: torch.Tensor, turn: int) -> Prepared:
+        last = turn == TURNS - 1
+        if last:  # the last call alone brings its own rows
+            torch.cuda.synchronize()
+            bench.memory.part(bench.rank, (bench.ranks, *rows.shape), torch.bfloat16)[bench.rank].fill_(torch.nan)
+        return prepare(rows, weights, *given, tiles=tiles, keep=turn % 3 != 1 or last, starter=starter)
+
     for seed, shape in enumerate(SHAPES):
         a, b = bench.operands(*shape, seed)
-        found = []
-        for turn in range(12):
-            if turn % bench.ranks == bench.rank:
-                torch.cuda._sleep(1_000_000 * (turn % 3))
-            if turn == 11:  # the last call alone brings its own rows
-                torch.cuda.synchronize()
-                bench.memory.part(bench.rank, (bench.ranks, *a[0].shape), torch.bfloat16)[bench.rank].fill_(torch.nan)
-            weights = b[bench.rank] if turn % 2 else b[bench.rank].t().contiguous().t()
-            given = bench.rank, bench.slots, parts, bench.counters
-            one = prepare(a[bench.rank], weights, *given, tiles=tiles, keep=turn % 3 != 1 or turn == 11, starter=starter)
-            found.append(one(a[bench.rank], weights))
-            found.append(one(a[bench.rank].clone(), weights))
-        torch.cuda.synchronize()
-        assert bench.counters.missing() is None, bench.counters.missing()
+        found = by_turns(bench, a, b, prepared)
         assert close(found[0], [torch.cat(a)], [b[bench.rank]]), shape
         assert all(torch.equal(found[0], other) for other in found)
         rows = torch.cat(a)

@@ -9,7 +9,7 @@ from pymesh3d.comm.native import starter
 from pymesh3d.launch import launch
 from pymesh3d.triton_kernels.launch_hopper import Tiles
 from pymesh3d.triton_kernels.matmul_reduce_scatter_hopper import needed, prepare
-from tests.hopper import TILES, needs_hopper
+from tests.hopper import TILES, by_turns, needs_hopper
 from tests.products import Bench, Shape
 
 SHAPES: list[Shape] = [(300, 520, 200), (128, 256, 64), (8, 8, 8), (1024, 4096, 1024), (300, 520, 200)]  # rows of one rank
@@ -19,19 +19,10 @@ def values(half: int, n: int, k: int, stages: int) -> bool:
     """Shapes by turns over the same slots, each often, with ranks that are late by turns: right, and the same bits every time."""
     tiles = Tiles(half, n, k, stages)
     bench = Bench(SHAPES, torch.bfloat16, "cuda", lambda ranks, shape, _: needed(ranks, *shape[:2], tiles))
-    parts = [bench.memory.part(rank, (2 * bench.slots.size,), torch.uint8) for rank in range(bench.ranks)]
+    given = bench.rank, bench.slots, bench.parts(), bench.counters
     for seed, (rows, cols, depth) in enumerate(SHAPES):
         a, b = bench.operands(rows * bench.ranks, cols, depth, seed)
-        found = []
-        for turn in range(12):
-            if turn % bench.ranks == bench.rank:
-                torch.cuda._sleep(1_000_000 * (turn % 3))
-            weights = b[bench.rank] if turn % 2 else b[bench.rank].t().contiguous().t()
-            one = prepare(a[bench.rank], weights, bench.rank, bench.slots, parts, bench.counters, tiles=tiles, starter=starter)
-            found.append(one(a[bench.rank], weights))
-            found.append(one(a[bench.rank].clone(), weights))
-        torch.cuda.synchronize()
-        assert bench.counters.missing() is None, bench.counters.missing()
+        found = by_turns(bench, a, b, lambda rows, weights, _: prepare(rows, weights, *given, tiles=tiles, starter=starter))
         assert bench.agrees(found[0], a, b, slice(bench.rank * rows, (bench.rank + 1) * rows)), (rows, cols, depth)
         assert all(torch.equal(found[0], other) for other in found)
     bench.mesh.close()
