@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from .backend import gl, gluon_jit, hopper, load_tile, store_tile, tl
-from .launch_hopper import Prepared, Starter, Tiles, descriptor, programs
+from .launch_hopper import LINK, SPEED, Prepared, Starter, Tiles, descriptor, programs
 from .matmul import GROUP, place_of
 from .matmul_hopper import (
     LOADS,
@@ -43,8 +43,7 @@ from .signals import (
 
 LEAST_GIVERS, MOST_GIVERS = 8, 32  # programs that give rows away before they multiply, where they have several tiles each
 STRIP = 64  # blocks that one of them gives away at a time, at most; before the next, what it has stored must have arrived
-# of an H200: seconds until rows begin to come; bytes in a second, of a link and of one program that gives; operations in a second of one
-LATENCY, LINK, GIVEN, SPEED = 20e-6, 320e9, 40e9, 6e12
+LATENCY, GIVEN = 20e-6, 40e9  # of an H200: seconds until rows begin to come, bytes in a second of one program that gives
 
 
 @gluon_jit

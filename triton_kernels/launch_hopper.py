@@ -35,6 +35,7 @@ class Tiles(NamedTuple):
 
 WIDTH = 64  # columns of shared memory's swizzle: 128 bytes
 LARGE, SMALL = Tiles(64, 256, 64, 3), Tiles(64, 128, 64, 6)
+LINK, SPEED = 320e9, 6e12  # of an H200: bytes in a second that leave it over its links, operations in a second of one program
 
 
 def fits(rows: int, cols: int, depth: int, dtype: torch.dtype) -> bool:

@@ -88,7 +88,7 @@ KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         f"hopper matmul {what.replace('_', '-')} of {ranks}": (
             f"matmul_{what}_hopper",
             f"matmul_{what}_kernel",
-            "64x64 256x64 64x256 64x64 *i64" + TALKS.format(" i32" * 6),
+            "64x64 256x64 64x256 64x64 *i64" + TALKS.format(" i32" * 7),
             HOPPER | {"RANKS": ranks},
         )
         for ranks in (2, 8)
