@@ -52,8 +52,8 @@ class BuildCore(build_ext):
 
 core = Extension(
     "pymesh3d._C",
-    sources=[f"csrc/{name}.cpp" for name in ("bindings", "gpu", "kernel", "library", "link", "nccl", "probe")],
-    depends=[f"csrc/{name}.h" for name in ("gpu", "kernel", "library", "link", "nccl", "probe")],
+    sources=[f"csrc/{name}.cpp" for name in ("bindings", "copier", "gpu", "kernel", "library", "link", "nccl", "probe")],
+    depends=[f"csrc/{name}.h" for name in ("copier", "gpu", "kernel", "library", "link", "nccl", "probe")],
     include_dirs=[headers] if (headers := pybind11_headers()) else [],
     libraries=["dl"],
     extra_compile_args=["-std=c++17", "-fvisibility=hidden", "-g0", "-Wall", "-Wextra", *(["-Werror"] if STRICT else [])],

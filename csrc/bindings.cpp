@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "copier.h"
 #include "gpu.h"
 #include "kernel.h"
 #include "link.h"
@@ -19,6 +20,7 @@
 
 namespace py = pybind11;
 using pymesh3d::Argument;
+using pymesh3d::Copier;
 using pymesh3d::Ends;
 using pymesh3d::Gpu;
 using pymesh3d::Kernel;
@@ -29,6 +31,7 @@ using pymesh3d::NcclOptions;
 using pymesh3d::Piece;
 using pymesh3d::Probe;
 using pymesh3d::Stream;
+using pymesh3d::Target;
 using pymesh3d::UniqueId;
 
 namespace {
@@ -79,6 +82,15 @@ std::unique_ptr<Kernel> make_kernel(std::shared_ptr<const Gpu> gpu, std::uintptr
   return std::make_unique<Kernel>(std::move(gpu), function, programs, threads, shared_bytes, as_arguments(arguments));
 }
 
+// `targets`: where each piece goes, and its flag.
+void start_copies(Copier& copier, std::uintptr_t source, std::size_t bytes,
+                  const std::vector<std::pair<std::uintptr_t, std::uintptr_t>>& targets, std::uint32_t value, Stream stream) {
+  std::vector<Target> places;
+  for (const auto& [memory, flag] : targets) places.push_back({memory, flag});
+  const py::gil_scoped_release released;
+  copier.start({source, bytes}, places, value, stream);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -118,6 +130,11 @@ PYBIND11_MODULE(_C, module) {
       .def(py::init(&make_kernel), py::arg("gpu"), py::arg("function"), py::arg("programs"), py::arg("threads"), py::arg("shared_bytes"),
            py::arg("arguments"))
       .def("start", &Kernel::start, py::arg("stream"), py::arg("addresses"), NoGil());
+
+  py::class_<Copier>(module, "Copier", "Copies of one piece of memory to several places, by the copy engines.")
+      .def(py::init<std::shared_ptr<const Gpu>>(), py::arg("gpu"))
+      .def("start", &start_copies, py::arg("source"), py::arg("bytes"), py::arg("targets"), py::arg("value"), py::arg("stream"))
+      .def("join", &Copier::join, py::arg("stream"), NoGil());
 
   // Opening a library reads files and runs its constructors, which may take long.
   module.def("probe", &pymesh3d::probe, py::arg("name"), py::arg("path") = "", py::call_guard<py::gil_scoped_release>(),

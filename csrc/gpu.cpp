@@ -37,7 +37,9 @@ Gpu::Gpu(const std::string& path)
       event_query_(driver_function<Status(void*)>("cuEventQuery")),
       host_alloc_(driver_function<Status(void**, std::size_t, unsigned)>("cuMemHostAlloc")),
       host_free_(driver_function<Status(void*)>("cuMemFreeHost")),
-      stream_write_(driver_function<Status(void*, std::uint64_t, std::uint64_t, unsigned)>("cuStreamWriteValue64")) {}
+      stream_write_(driver_function<Status(void*, std::uint64_t, std::uint64_t, unsigned)>("cuStreamWriteValue64")),
+      stream_write_small_(driver_function<Status(void*, std::uint64_t, std::uint32_t, unsigned)>("cuStreamWriteValue32")),
+      memory_copy_(driver_function<Status(std::uint64_t, std::uint64_t, std::size_t, void*)>("cuMemcpyAsync")) {}
 
 void Gpu::check(Status status, const char* call) const {
   if (status == success) return;
@@ -83,6 +85,14 @@ bool Gpu::finished(Event event) const {
   if (status == not_ready) return false;
   check(status, "cuEventQuery");
   return true;
+}
+
+void Gpu::copy(Stream stream, std::uintptr_t to, std::uintptr_t from, std::size_t bytes) const {
+  check(memory_copy_(to, from, bytes, pointer(stream)), "cuMemcpyAsync");
+}
+
+void Gpu::write(Stream stream, std::uintptr_t address, std::uint32_t value) const {
+  check(stream_write_small_(pointer(stream), address, value, 0), "cuStreamWriteValue32");
 }
 
 Gpu::Counter* Gpu::create_counter() const {

@@ -53,6 +53,11 @@ class Gpu {
   void wait(Stream stream, Event event) const;
   bool finished(Event event) const;
 
+  // Between any memory that this process has mapped. Then a number, which whoever finds it there, on whatever GPU, finds after all that the
+  // stream has done before.
+  void copy(Stream stream, std::uintptr_t to, std::uintptr_t from, std::size_t bytes) const;
+  void write(Stream stream, std::uintptr_t address, std::uint32_t value) const;
+
   // A number in host memory that streams write and the host reads without a call of the driver, which might have to wait for another thread's.
   using Counter = std::atomic<std::uint64_t>;
   Counter* create_counter() const;
@@ -77,6 +82,8 @@ class Gpu {
   Status (*host_alloc_)(void**, std::size_t, unsigned);
   Status (*host_free_)(void*);
   Status (*stream_write_)(void*, std::uint64_t, std::uint64_t, unsigned);
+  Status (*stream_write_small_)(void*, std::uint64_t, std::uint32_t, unsigned);
+  Status (*memory_copy_)(std::uint64_t, std::uint64_t, std::size_t, void*);
 };
 
 }  // namespace pymesh3d

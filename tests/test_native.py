@@ -23,8 +23,8 @@ from tests.processes import ticks_while
 from tests.stub import COMPILER
 
 ROOT = Path(__file__).parents[1]
-CORE = [ROOT / "csrc" / f"{name}.cpp" for name in ("gpu", "kernel", "library", "link", "nccl", "probe")]
-PROGRAMS = [ROOT / "csrc" / f"{name}.cpp" for name in ("link_test", "link_abort_test", "kernel_test", "core_test")]
+CORE = [ROOT / "csrc" / f"{name}.cpp" for name in ("copier", "gpu", "kernel", "library", "link", "nccl", "probe")]
+PROGRAMS = [ROOT / "csrc" / f"{name}.cpp" for name in ("link_test", "link_abort_test", "kernel_test", "copier_test", "core_test")]
 LINK_TESTS = {"link_test": ["1000"], "link_abort_test": []}  # and what they take besides the library
 SANITIZERS = {
     "memory": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
@@ -202,9 +202,10 @@ def test_core_under_the_sanitizers(fake: Build, sanitized: dict[str, Path]) -> N
 
 @pytest.mark.timeout(300)  # the first builds everything
 @needs_compiler
+@pytest.mark.parametrize("program", ["kernel_test", "copier_test"])
 @pytest.mark.parametrize("kind", SANITIZERS)
-def test_kernels_under_the_sanitizers(sanitized: dict[str, Path], kind: str) -> None:
-    expect_success(started(sanitized[kind] / "kernel_test", sanitized[kind] / "libstub.so"))
+def test_kernels_and_copies_under_the_sanitizers(sanitized: dict[str, Path], kind: str, program: str) -> None:
+    expect_success(started(sanitized[kind] / program, sanitized[kind] / "libstub.so"))
 
 
 @pytest.mark.timeout(300)  # the first builds everything

@@ -72,6 +72,15 @@ def wait(flag, call, trouble, told, what, patience):  # type: ignore[no-untyped-
     tl.debug_barrier()  # the acquire was one thread's: now all may load
 
 
+@jit(do_not_specialize=["rank", "length", "call", "patience"])
+def wait_for_ranks_kernel(flags, trouble, told, rank, length, call, patience: tl.int64, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program, which ends when the first flag of every other rank has come."""
+    mine = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
+    for following in tl.static_range(1, RANKS):
+        source = (rank + following) % RANKS
+        wait(mine + source * length, call, trouble, told, missing_word(source, 0), patience)
+
+
 class Counters(NamedTuple):
     """What the programs of one rank count in, in memory of its GPU, and where they tell the host what went wrong.
 

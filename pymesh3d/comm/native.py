@@ -15,7 +15,7 @@ import torch
 from pymesh3d import __version__
 
 if TYPE_CHECKING:
-    from pymesh3d._C import Gpu, Link, Nccl, Probe
+    from pymesh3d._C import Copier, Gpu, Link, Nccl, Probe
 
 log = logging.getLogger("pymesh3d")
 
@@ -102,6 +102,17 @@ def starter(
         return _C.Kernel(driver(), function, programs, threads, shared_bytes, arguments).start
     except (_C.GpuError, _C.LibraryError) as error:
         _say_once(f"triton starts its kernels itself: {error}")
+        return None
+
+
+def copier() -> Copier | None:
+    """A stream of the copy engines of the current GPU; None without the compiled part, and where the driver has no such functions."""
+    if not available:
+        return None
+    try:
+        return _C.Copier(driver())
+    except (_C.GpuError, _C.LibraryError) as error:
+        _say_once(f"the copy engines cannot be used: {error}")
         return None
 
 

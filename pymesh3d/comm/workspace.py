@@ -16,6 +16,7 @@ from pymesh3d.triton_kernels.matmul_reduce_scatter import Slots
 from pymesh3d.triton_kernels.signals import Counters
 
 T = TypeVar("T")
+Kind = TypeVar("Kind", bound="Workspace")
 ALIGNED = 512  # bytes: of each half of the slots
 MOST = 1024  # products that are prepared
 
@@ -86,6 +87,11 @@ class Workspace:
         assert self._memory is not None, "there are no slots yet"
         return self._memory.part(self._axis.rank, shape, dtype)
 
+    def flag(self, rank: int) -> torch.Tensor:
+        """The first of the flags that this rank sets on another."""
+        assert self._flags is not None and self._slots is not None, "there are no flags yet"
+        return self._flags.part(rank, (1,), torch.int32, 4 * self._axis.rank * self._slots.length)
+
     def check(self) -> None:
         """Raise RuntimeError that names the rank for which a call has waited in vain."""
         for counters in self._all_counters():
@@ -135,14 +141,20 @@ def take_turns(device: torch.device) -> None:
 def workspace(op: str, axis: Axis, device: torch.device) -> Workspace:
     """That of an op along an axis, on the current stream, whose turn it is then. It goes with the mesh."""
     take_turns(device)
+    one = on_this_stream(Workspace, op, axis, device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        one.captured = True
+    return one
+
+
+def on_this_stream(kind: type[Kind], op: str, axis: Axis, device: torch.device) -> Kind:
+    """The workspace of a kind that belongs to an op along an axis, on the current stream. It goes with the mesh."""
     stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
-    def make() -> Workspace:
-        made = Workspace(op, axis, device)
+    def make() -> Kind:
+        made = kind(op, axis, device)
         axis.watched.insert(0, made)  # which keeps it
         return made
 
-    one: Workspace = found_or_made(f"{op} over {axis.key} on stream {stream}", make)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        one.captured = True
+    one: Kind = found_or_made(f"{op} over {axis.key} on stream {stream}", make)
     return one

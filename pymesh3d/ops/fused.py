@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from pymesh3d.axis import Axis
+from pymesh3d.comm.copies import Copied, CopiedGather
 from pymesh3d.comm.native import starter
-from pymesh3d.comm.workspace import Workspace, workspace
+from pymesh3d.comm.workspace import Workspace, on_this_stream, workspace
 from pymesh3d.errors import SharingError
-from pymesh3d.ops.choose import TILES, choose, forced
+from pymesh3d.ops.choose import TILES, choose, forced, on_one_host
 from pymesh3d.triton_kernels import (
     all_gather_matmul,
     all_gather_matmul_hopper,
@@ -127,3 +128,23 @@ def reduced_product(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> torch.
     """The ranks' sum of x [..., K] times weight [N, K]^T: [..., N], the same bits on each."""
     done = _computed("matmul_all_reduce", x, weight, axis)
     return None if done is None else done[0].view(*x.shape[:-1], weight.shape[0])
+
+
+def gathered_aside(x: torch.Tensor, axis: Axis) -> Copied | None:
+    """All ranks' x [..., T / ranks, K], tokens first, by the copy engines while the GPU computes something else. What reads them must be
+    enqueued before the next call. None where NCCL must do it: in a CUDA graph, between hosts, or where the environment asks for torch.
+    """
+    gpu = x.device.type == "cuda"
+    wanted = forced() != "torch" if gpu else forced() == "plain"
+    if not wanted or axis.size == 1 or x.numel() == 0 or not on_one_host(axis.ranks):
+        return None
+    if gpu and torch.cuda.is_current_stream_capturing():
+        return None
+    share = on_this_stream(CopiedGather, "all-gather", axis, x.device)
+    if share.refused:
+        return None
+    try:
+        return share.start(_tokens_first(x).contiguous())
+    except SharingError as error:  # on all ranks
+        log.warning("%s; NCCL gathers", error)
+        return None

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from pymesh3d.axis import Axis
 from pymesh3d.comm.collectives import Pending, all_gather, all_reduce_, reduce_scatter
 from pymesh3d.ops.accumulate import add_grad, add_weight_grad
-from pymesh3d.ops.fused import gathered_product, reduced_product, scattered_product
+from pymesh3d.ops.ahead import Input
+from pymesh3d.ops.fused import gathered_aside, gathered_product, reduced_product, scattered_product
 
 Buffers = tuple[torch.Tensor | None, torch.Tensor | None]
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # of x, weight, bias
@@ -58,9 +59,14 @@ def column_backward(
     axis: Axis,
     sequence_parallel: bool,
     needs: Sequence[bool],
+    ahead: Input | None = None,
 ) -> Gradients:
-    """The gather of x runs under the product for grad_x, whose reduction runs under the product for the weight, if not in one kernel."""
-    gathered = gather_tokens(x, axis) if sequence_parallel and needs[1] else None
+    """The gather of x, if it has not been done `ahead`, runs under the product for grad_x, whose reduction runs under the product for the
+    weight, if not in one kernel.
+    """
+    gathered: Pending | None = None
+    if sequence_parallel and needs[1]:
+        gathered = (ahead.take() if ahead else None) or gathered_aside(x, axis) or gather_tokens(x, axis)
     grad_x = pending = None
     if needs[0]:
         grad_x = (scattered_product if sequence_parallel else reduced_product)(grad_y, weight.t(), axis)
@@ -98,10 +104,13 @@ def row_backward(
     axis: Axis,
     sequence_parallel: bool,
     needs: Sequence[bool],
+    ahead: Input | None = None,
 ) -> Gradients:
-    """The gathered gradient serves both products."""
+    """The gathered gradient serves both products. What the column-parallel layer before will need is gathered `ahead` under the rest."""
     done = gathered_product(grad_y, weight.t(), axis, keep=needs[1]) if sequence_parallel and needs[0] else None
     gathered = gather_tokens(grad_y, axis) if sequence_parallel and done is None else None
+    if ahead is not None:
+        ahead.begin()
     grad_x = grad_bias = gathered_y = None
     if bias is not None and needs[2]:
         grad_bias = add_grad(buffers[1], _sum_rows(grad_y, bias.dtype), bias.dtype)
@@ -121,7 +130,7 @@ class Product(NamedTuple):
     """A product and its gradients."""
 
     forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, Axis, bool], torch.Tensor]
-    backward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, Buffers, Axis, bool, Sequence[bool]], Gradients]
+    backward: Callable[..., Gradients]
 
 
 COLUMN = Product(column_forward, column_backward)

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <deque>
 #include <map>
 #include <memory>
@@ -256,6 +257,24 @@ Status stream_write(void* stream, std::uint64_t address, std::uint64_t value, un
   return success;
 }
 
+Status stream_write_small(void* stream, std::uint64_t address, std::uint32_t value, unsigned flags) {
+  if (flags != 0) die("a write with flags: it must come after all that the stream did before");
+  if (told_to_fail("cuStreamWriteValue32")) return launch_failed;
+  if (!context) return invalid_context;
+  enqueue(stream, [=] { *reinterpret_cast<std::atomic<std::uint32_t>*>(address) = value; });
+  return success;
+}
+
+Status memory_copy(std::uint64_t to, std::uint64_t from, std::size_t bytes, void* stream) {
+  if (told_to_fail("cuMemcpyAsync")) return launch_failed;
+  if (!context) return invalid_context;
+  enqueue(stream, [=] {
+    told_to_fail("a copy");  // it cannot fail any more, but be late
+    std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
+  });
+  return success;
+}
+
 Status parameter_info(const Function* function, std::size_t index, std::size_t* offset, std::size_t* size) {
   if (told_to_fail("cuFuncGetParamInfo")) return launch_failed;
   *offset = 0;
@@ -326,6 +345,8 @@ Status cuGetProcAddress(const char* name, void** function, int version, std::uin
       {"cuMemHostAlloc", address(host_alloc)},
       {"cuMemFreeHost", address(host_free)},
       {"cuStreamWriteValue64", address(stream_write)},
+      {"cuStreamWriteValue32", address(stream_write_small)},
+      {"cuMemcpyAsync", address(memory_copy)},
       {"cuEventCreate", address(event_create)},
       {"cuEventDestroy", address(event_destroy)},
       {"cuEventRecord", address(event_record)},

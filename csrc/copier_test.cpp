@@ -1,0 +1,175 @@
+// Tests of copies, without Python and without a GPU. Built with the sanitizers (tests/test_native.py builds and runs them). Argument: a
+// library that stands for libcuda and libnccl. Each case runs in a process of its own.
+#include "copier.h"
+
+#include <algorithm>
+#include <atomic>
+#include <thread>
+#include <vector>
+
+#include "link_test.h"
+
+using namespace pymesh3d;
+
+namespace {
+
+using Flag = std::atomic<std::uint32_t>;
+
+// Memory to which a piece is copied, and its flag.
+struct Place {
+  Numbers memory = Numbers(1000);
+  Flag flag{0};
+
+  Target target() { return {piece(memory).data, reinterpret_cast<std::uintptr_t>(&flag)}; }
+  Target untold() { return {piece(memory).data, 0}; }
+  void wait_for(std::uint32_t value) const {
+    while (flag != value) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+};
+
+Numbers numbers_from(int first) {
+  Numbers numbers(1000);
+  for (int& number : numbers) number = first++;
+  return numbers;
+}
+
+void flag_comes_after_all_numbers() {
+  const Machine machine;
+  const Computing computing(machine);
+  Copier copier(machine.gpu);
+  Place one, two;
+  const Numbers source = numbers_from(7);
+  machine.hang("a copy", 100);  // the first is late
+  copier.start(piece(source), {one.target(), two.target()}, 0xfffffff0u, computing.stream);
+  EXPECT(one.flag == 0 && two.flag == 0);
+  two.wait_for(0xfffffff0u);
+  EXPECT(one.flag == 0xfffffff0u);  // one after the other
+  EXPECT(one.memory == source && two.memory == source);
+}
+
+void copies_wait_for_what_was_computed_before() {
+  const Machine machine;
+  const Computing computing(machine);
+  Copier copier(machine.gpu);
+  Place place;
+  Numbers source(1000);
+  std::promise<void> go_on;
+  computing.run([&] {
+    go_on.get_future().wait();
+    const Numbers computed = numbers_from(1);
+    std::copy(computed.begin(), computed.end(), source.begin());  // where it is: its address is known already
+  });
+  copier.start(piece(source), {place.target()}, 1, computing.stream);  // the host does not wait
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  EXPECT(place.flag == 0);
+  go_on.set_value();
+  place.wait_for(1);
+  EXPECT(place.memory == numbers_from(1));
+}
+
+void what_is_computed_after_a_join_finds_the_copies() {
+  const Machine machine;
+  const Computing computing(machine), other(machine);
+  Copier copier(machine.gpu);
+  Place place;
+  const Numbers source = numbers_from(5);
+  std::atomic<int> found{0};
+  machine.hang("a copy", 100);
+  copier.start(piece(source), {place.untold()}, 1, computing.stream);
+  other.run([&] { found += 1; });  // nobody waits without a join
+  other.synchronize();
+  copier.join(other.stream);
+  other.run([&] { found += place.memory == source ? 10 : 100; });
+  other.synchronize();
+  EXPECT(found == 11 && place.flag == 0);
+}
+
+void starts_follow_each_other() {
+  const Machine machine;
+  const Computing computing(machine);
+  Copier copier(machine.gpu);
+  Place place;
+  std::vector<Numbers> sources;
+  for (int call = 1; call <= 50; ++call) sources.push_back(numbers_from(call));
+  for (std::uint32_t call = 1; call <= 50; ++call) copier.start(piece(sources[call - 1]), {place.target()}, call, computing.stream);
+  place.wait_for(50);
+  EXPECT(place.memory == sources.back());
+  copier.join(computing.stream);
+  computing.synchronize();
+}
+
+void nothing_is_copied_to_nowhere() {
+  const Machine machine;
+  const Computing computing(machine);
+  Copier copier(machine.gpu);
+  copier.start({}, {}, 1, computing.stream);
+  copier.join(computing.stream);
+  computing.synchronize();
+}
+
+void thread_without_a_context_has_that_of_the_first() {
+  const Machine machine;
+  const Computing computing(machine);
+  Copier copier(machine.gpu);
+  Place place;
+  const Numbers source = numbers_from(3);
+  std::thread([&] {
+    copier.start(piece(source), {place.target()}, 1, computing.stream);
+    copier.join(computing.stream);
+  }).join();
+  computing.synchronize();
+  EXPECT(place.flag == 1 && place.memory == source);
+}
+
+void call_that_fails_says_so() {
+  const Machine machine;
+  const Computing computing(machine);
+  Place place;
+  const Numbers source = numbers_from(3);
+  for (const char* call : {"cuStreamCreateWithPriority", "cuEventCreate"}) {
+    machine.fail(call, 1);
+    EXPECT(has(text_of<GpuError>([&] { Copier copier(machine.gpu); }), call, "failed: unspecified launch failure (719)"));
+  }
+  Copier copier(machine.gpu);
+  for (const char* call : {"cuEventRecord", "cuStreamWaitEvent", "cuMemcpyAsync", "cuStreamWriteValue32"}) {
+    machine.fail(call, 1);
+    EXPECT(has(text_of<GpuError>([&] { copier.start(piece(source), {place.target()}, 1, computing.stream); }), call, "failed"));
+    EXPECT(place.flag == 0);
+  }
+  for (const char* call : {"cuEventRecord", "cuStreamWaitEvent"}) {
+    machine.fail(call, 1);
+    EXPECT(has(text_of<GpuError>([&] { copier.join(computing.stream); }), call, "failed"));
+  }
+  copier.start(piece(source), {place.target()}, 2, computing.stream);  // and the next is as if nothing had been
+  place.wait_for(2);
+}
+
+void nothing_is_left_behind() {
+  const Machine machine;
+  const int before = machine.alive();
+  {
+    Copier copier(machine.gpu);
+    EXPECT(machine.alive() == before + 2);  // a stream and an event
+  }
+  EXPECT(machine.alive() == before);
+  machine.fail("cuEventCreate", 1);
+  EXPECT(!text_of<GpuError>([&] { Copier copier(machine.gpu); }).empty());
+  EXPECT(machine.alive() == before);
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  EXPECT(count == 2);
+  library = arguments[1];
+  int failures = 0;
+  RUN(flag_comes_after_all_numbers);
+  RUN(copies_wait_for_what_was_computed_before);
+  RUN(what_is_computed_after_a_join_finds_the_copies);
+  RUN(starts_follow_each_other);
+  RUN(nothing_is_copied_to_nowhere);
+  RUN(thread_without_a_context_has_that_of_the_first);
+  RUN(call_that_fails_says_so);
+  RUN(nothing_is_left_behind);
+  return failures;
+}

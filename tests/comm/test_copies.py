@@ -1,0 +1,141 @@
+"""All-gather by the copy engines: values call by call with late ranks, memory that grows, and a rank that does not come."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pymesh3d.comm import copies as module
+from pymesh3d.comm.copies import CopiedGather
+from pymesh3d.comm.workspace import on_this_stream
+from pymesh3d.launch import launch
+from pymesh3d.mesh import init_mesh
+from tests.kernels import needs_kernels
+
+Ranks = Callable[..., list[Any]]
+SHAPES = [(3, 5), (1,), (7, 2, 3), (3, 5), (40, 30), (2,)]
+CALLS = 40
+
+
+def part(rank: int, call: int, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """What a rank gives in a call."""
+    count = torch.Size(shape).numel()
+    return (torch.arange(count, dtype=torch.float64) + 1000.0 * rank + 100_000.0 * call).view(shape).to(device)
+
+
+def gathered(device: str, first: int = 0) -> bool:
+    """Call after call, right on every rank though by turns one comes late, or reads late."""
+    mesh = init_mesh(tp=-1, dp=1, device=device)
+    axis, late = mesh.tp, random.Random(mesh.rank)
+    share = on_this_stream(CopiedGather, "gather", axis, mesh.device)
+    if first:  # as if there had been so many calls: their numbers wrap then
+        share.start(part(axis.rank, 0, (4,), mesh.device)).wait()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+        share._calls = first
+        for other in share._order[:-1]:
+            share.flag(other).fill_((first + 2**31) % 2**32 - 2**31)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+    found, expected = [], []
+    for call in range(CALLS):
+        shape = SHAPES[call % len(SHAPES)] if first == 0 else (4,)
+        given = part(axis.rank, call, shape, mesh.device)
+        pause(late, mesh.device)
+        pending = share.start(given)
+        pause(late, mesh.device)
+        result = pending.wait()
+        pause(late, mesh.device)
+        assert result.shape == (axis.size * shape[0], *shape[1:])
+        found.append(result.clone())
+        expected.append(torch.cat([part(rank, call, shape, mesh.device) for rank in range(axis.size)]))
+    assert all(torch.equal(mine, right) for mine, right in zip(found, expected, strict=True))
+    share.check()
+    mesh.close()
+    return True
+
+
+def pause(late: random.Random, device: torch.device) -> None:
+    """Of this rank, now and then: of its GPU, if it has one."""
+    if late.random() < 0.3:
+        if device.type == "cuda":
+            torch.cuda._sleep(late.randrange(2_000_000))
+        else:
+            time.sleep(0.005 * late.random())
+
+
+@needs_kernels
+@pytest.mark.parametrize("count", [2, 4])
+def test_values(ranks: Ranks, count: int) -> None:
+    assert ranks(count, gathered, "cpu") == [True] * count
+
+
+@needs_kernels
+@pytest.mark.parametrize("first", [2**31 - 10, 2**32 - 10])
+def test_numbers_of_calls_may_wrap(ranks: Ranks, first: int) -> None:
+    assert ranks(2, gathered, "cpu", first) == [True] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("first", [0, 2**31 - 10])
+def test_values_between_gpus(first: int) -> None:
+    script = f"from tests.comm.test_copies import gathered; assert gathered('cuda', {first})"
+    assert launch(["-c", script], torch.cuda.device_count()) == 0
+
+
+def given_up() -> bool:
+    """A gather that nobody has waited for ends before the next begins."""
+    mesh = init_mesh(tp=2, device="cpu")
+    share = on_this_stream(CopiedGather, "gather", mesh.tp, mesh.device)
+    forgotten = share.start(part(mesh.rank, 1, (4,), mesh.device))
+    if mesh.rank == 0:
+        time.sleep(0.2)
+    pending = share.start(part(mesh.rank, 2, (4,), mesh.device))
+    assert forgotten._finish is None and forgotten.overwritten and pending._finish is not None and not pending.overwritten
+    assert torch.equal(forgotten.wait(), torch.cat([part(rank, 1, (4,), mesh.device) for rank in range(2)]))
+    assert torch.equal(pending.wait(), torch.cat([part(rank, 2, (4,), mesh.device) for rank in range(2)]))
+    mesh.close()
+    return True
+
+
+@needs_kernels
+def test_one_that_was_given_up_is_waited_for(ranks: Ranks) -> None:
+    assert ranks(2, given_up) == [True] * 2
+
+
+def without_the_last() -> str:
+    mesh = init_mesh(tp=2, device="cpu", timeout_s=3.0)
+    share = on_this_stream(CopiedGather, "gather", mesh.tp, mesh.device)
+    share.start(part(mesh.rank, 1, (4,), mesh.device)).wait()
+    text = ""
+    if mesh.rank == 0:
+        share.start(part(mesh.rank, 2, (4,), mesh.device)).wait()
+        with pytest.raises(RuntimeError) as caught:
+            share.check()
+        text = str(caught.value)
+    else:
+        time.sleep(2.0)  # the barrier waits no longer than the gather
+    dist.barrier()
+    mesh.close()
+    return text
+
+
+@needs_kernels
+def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
+    assert ranks(2, without_the_last) == ["rank 1 did not send tile 0 of gather within the time limit", ""]
+
+
+def test_without_copy_engines_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    axis: Any = type("Axis", (), {"rank": 0, "size": 2})()
+    monkeypatch.setattr(module, "copier", lambda: None)
+    monkeypatch.setattr(module.Workspace, "__init__", lambda self, op, axis, device: setattr(self, "_axis", axis))
+    assert CopiedGather("gather", axis, torch.device("cuda")).refused == "the compiled part has no copy engines here"

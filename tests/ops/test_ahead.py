@@ -1,0 +1,140 @@
+"""What is gathered ahead in a backward pass: which of it is used, that gradients stay right, and that nothing lives longer for it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from pymesh3d.comm.copies import CopiedGather
+from pymesh3d.mesh import Mesh, init_mesh
+from pymesh3d.ops.ahead import Input, recall, remember
+from pymesh3d.ops.choose import VARIABLE
+from pymesh3d.ops.linear import column_linear, row_linear
+from tests.kernels import needs_kernels, noise
+
+Ranks = Callable[..., list[Any]]
+T, D, F = 8, 6, 12
+Net = Callable[[Mesh | None, torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
+
+
+def column(mesh: Mesh | None, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight.t() if mesh is None else column_linear(x, weight, None, mesh.tp, True)
+
+
+def row(mesh: Mesh | None, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight.t() if mesh is None else row_linear(x, weight, None, mesh.tp, True)
+
+
+def block(mesh: Mesh | None, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    return x + row(mesh, torch.tanh(column(mesh, x.sin(), weights[0])), weights[1])
+
+
+def chain(mesh: Mesh | None, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Two blocks, then a column-parallel layer after which none comes."""
+    return column(mesh, block(mesh, block(mesh, x, weights[:2]), weights[2:4]).cos(), weights[4])
+
+
+def recomputed(mesh: Mesh | None, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    for pair in (weights[:2], weights[2:4]):
+        x = checkpoint(block, mesh, x, pair, use_reentrant=False)
+    return column(mesh, x.cos(), weights[4])
+
+
+def three_before_one(mesh: Mesh | None, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """As q, k and v are."""
+    q, k, v = (column(mesh, (x + shift).sin(), weight) for shift, weight in zip(range(3), weights[:3], strict=True))
+    return row(mesh, q * k + v, weights[3])
+
+
+NETS: dict[str, tuple[Net, str, int, int]] = {  # weights: column or row; gathers in the backward pass, and those ahead
+    "a chain": (chain, "crcrc", 3, 2),
+    "recomputed": (recomputed, "crcrc", 3, 0),
+    "three before one": (three_before_one, "cccr", 3, 1),
+}
+
+
+def gradients(name: str) -> tuple[int, int]:
+    """Of a net on this rank, against one process. How often it gathered, and how many of those began ahead."""
+    net, kinds, _, _ = NETS[name]
+    mesh = init_mesh(tp=-1, dp=1, device="cpu")
+    ranks, rank = mesh.tp.size, mesh.tp.rank
+    whole = [
+        noise(*((F, D) if kind == "c" else (D, F)), dtype=torch.float64, seed=seed).requires_grad_() for seed, kind in enumerate(kinds)
+    ]
+    x = noise(T, D, dtype=torch.float64, seed=50).requires_grad_()
+    y = net(None, x, whole)
+    grad_y = noise(*y.shape, dtype=torch.float64, seed=60)
+    y.backward(grad_y)
+    cut = [0 if kind == "c" else 1 for kind in kinds]
+    parts = [weight.detach().chunk(ranks, dim)[rank].clone().requires_grad_() for weight, dim in zip(whole, cut, strict=True)]
+    mine = x.detach().chunk(ranks)[rank].clone().requires_grad_()
+    starts: list[Any] = []
+    begun: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, "plain")
+        start, begin = CopiedGather.start, Input.begin
+        patch.setattr(CopiedGather, "start", lambda self, x: starts.append(x) or start(self, x))
+        patch.setattr(Input, "begin", lambda self: begun.append(begin(self)) if self._x() is not None else None)
+        found = net(mesh, mine, parts)
+        out = grad_y.chunk(ranks, 1 if kinds[-1] == "c" else 0)[rank]
+        found.backward(out)
+    torch.testing.assert_close(found, y.detach().chunk(ranks, 1 if kinds[-1] == "c" else 0)[rank], rtol=0.0, atol=1e-12)
+    for part, weight, dim in zip(parts, whole, cut, strict=True):
+        assert weight.grad is not None
+        torch.testing.assert_close(part.grad, weight.grad.chunk(ranks, dim)[rank], rtol=0.0, atol=1e-12)
+    assert x.grad is not None
+    torch.testing.assert_close(mine.grad, x.grad.chunk(ranks)[rank], rtol=0.0, atol=1e-12)
+    mesh.close()
+    return len(starts), len(begun)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", NETS)
+def test_gradients_agree_with_one_process(ranks: Ranks, name: str) -> None:
+    _, _, gathers, ahead = NETS[name]
+    assert ranks(2, gradients, name) == [(gathers, ahead)] * 2
+
+
+def overwritten() -> bool:
+    """What was gathered ahead is not taken any more when other rows have come since."""
+    mesh = init_mesh(tp=-1, dp=1, device="cpu")
+    x, other = (noise(T, D, dtype=torch.float64, seed=seed + mesh.rank) for seed in (0, 10))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, "plain")
+        one, two = remember(x, mesh.tp), Input(other, mesh.tp)
+        one.begin()
+        two.begin()
+        assert one.take() is None
+        pending = two.take()
+        assert pending is not None and two.take() is None
+        right = torch.cat([noise(T, D, dtype=torch.float64, seed=10 + rank) for rank in range(mesh.tp.size)])
+        assert torch.equal(pending.wait(), right)
+    mesh.close()
+    return True
+
+
+@needs_kernels
+def test_rows_that_others_have_replaced_are_not_taken(ranks: Ranks) -> None:
+    assert ranks(2, overwritten) == [True] * 2
+
+
+def test_an_input_lives_no_longer_than_its_graph() -> None:
+    axis: Any = type("Axis", (), {"key": "some axis"})()
+    x = torch.zeros(3)
+    alive = weakref.ref(x)
+    one = remember(x, axis)
+    assert recall(axis) is one and recall(axis) is None, "once"
+    del x
+    gc.collect()
+    assert alive() is None
+    one.begin()
+    assert one.take() is None
+    remember(torch.zeros(3), axis)  # which nobody holds
+    gc.collect()
+    assert recall(axis) is None
