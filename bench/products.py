@@ -32,13 +32,14 @@ from . import picture, report
 from .timing import milliseconds
 
 TOKENS = {"cuda": (512, 2048, 8192, 16384), "cpu": (32,)}
-COLUMN = ("qkv", "up")  # layers that gather tokens before their product; the others scatter them after it, and backward it is the reverse
+COLUMN = ("qkv", "up", "head")  # layers that gather tokens before their product; others scatter them after it. Backward it is the reverse
 LAYERS = {  # out features, in features; qkv and up are of all matrices that share an input
     "tiny": {"up": (24, 16), "down": (24, 16)},
+    "1b": {"qkv": (3072, 2048), "out": (2048, 2048), "up": (16384, 2048), "down": (2048, 8192), "head": (32768, 2048)},
     "llama-8b": {"qkv": (6144, 4096), "out": (4096, 4096), "up": (28672, 4096), "down": (4096, 14336)},
     "llama-70b": {"qkv": (10240, 8192), "out": (8192, 8192), "up": (57344, 8192), "down": (8192, 28672)},
 }
-SHAPES = {"cuda": "llama-8b,llama-70b", "cpu": "tiny"}
+SHAPES = {"cuda": "1b,llama-8b,llama-70b", "cpu": "tiny"}
 ROUNDS = {"cuda": 50, "cpu": 1}
 MOST, LEAST, ENOUGH = 20, 2, 2e12  # calls that are timed as one: so many operations, that the host's head start does not count
 LINK = 64 << 20  # bytes that are copied to measure the link

@@ -116,7 +116,8 @@ def products(record: Mapping[str, Any]) -> str:
         faster = sum(speed >= 0.98 for speed in speeds)
         about.append(f"{where} {statistics.geometric_mean(speeds):.2f}, at least 0.98 in {faster}")
     head = ["", "tokens", *columns.values(), "speed, best other = 1"]
-    means = f"With the 70B model's, {len(graph)} products: geometric mean of the speed {'; '.join(about)}"
+    models = " and ".join(dict.fromkeys(row["layer"].split()[0] for row in graph))
+    means = f"Of {models} together, {len(graph)} products: geometric mean of the speed {'; '.join(about)}"
     source = f"Medians of {record['rounds']} rounds by turns. {_source(record)}; `pymesh3d bench {record['name']}`."
     return f"{_markdown(head, rows)}\n\n{means}. {source}"
 

@@ -124,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--json", type=_name, metavar="FILE", help="write the results as JSON")
     products = bench.add_argument_group("of products that talk to other ranks")
     products.add_argument("--tp", type=int, default=0, metavar="N", help="over so many ranks (default: all GPUs here, or 2 processes)")
-    products.add_argument("--shapes", default="", metavar="NAMES", help="models, with commas between them (default: llama-8b,llama-70b)")
+    products.add_argument("--shapes", default="", metavar="NAMES", help="models, with commas between them (default: 1b,llama-8b,llama-70b)")
     products.add_argument("--out", type=_name, metavar="FILE", help="draw the times (.png, .svg or .pdf)")
     products.add_argument("--tune", action="store_true", help="let the layers choose on this machine what was the fastest")
     here = commands.add_parser("env", help="what this machine has, what is missing, and what runs instead")

@@ -34,6 +34,7 @@ LEAST = 128  # rows of a rank, which a kernel for Hopper gathers, or sums up for
 PRODUCT = ("op", "card", "ranks", "rows", "cols", "depth", "turned")  # what is known of one that was measured, beside the "best"
 PAIR = ("rows", "depth", "cols", "depth")
 SHIPPED = Path(__file__).with_name("products.json")  # 2 x H200: `pymesh3d bench OP --tune` of each op
+SAME = {"NVIDIA H100 80GB HBM3": "NVIDIA H200"}  # as many processors and as fast links: until one is measured, what the other found counts
 SIMILAR = 3.0  # doublings of sizes, in all, within which one product says something about another
 
 
@@ -88,14 +89,15 @@ def fastest(op: str, card: str, ranks: int, rows: int, cols: int, depth: int, tu
         sizes = zip((rows, cols, depth), (row["rows"], row["cols"], row["depth"]), strict=True)
         return sum(abs(math.log2(max(here, 1) / there)) for here, there in sizes) + 0.5 * (turned != row["turned"])
 
-    alike = [row for row in measured() if (row["op"], row["card"], row["ranks"]) == (op, card, ranks)]
+    of_op = [row for row in measured() if (row["op"], row["ranks"]) == (op, ranks)]
+    alike = [row for row in of_op if row["card"] == card] or [row for row in of_op if row["card"] == SAME.get(card)]
     nearest = min(alike, key=distance, default=None)
     what = f"{op} of [{rows}, {depth}] and [{cols}, {depth}] over {ranks} ranks"
     if nearest is None or distance(nearest) > SIMILAR:
         log.info("%s: torch, since nothing similar was measured on %s; pymesh3d bench %s --tune does it", what, card, op)
         return "torch"
     best: str = nearest["best"]
-    log.info("%s: %s, the fastest on %s of [%d, %d] and [%d, %d]", what, best, card, *(nearest[key] for key in PAIR))
+    log.info("%s: %s, the fastest on %s of [%d, %d] and [%d, %d]", what, best, nearest["card"], *(nearest[key] for key in PAIR))
     return best
 
 
@@ -171,11 +173,14 @@ def state() -> str:
     if not torch.cuda.is_available():
         return "torch (others are chosen on GPUs only)"
     card = torch.cuda.get_device_name()
-    if not (rows := [row for row in measured() if row["card"] == card]):
+    if not (rows := [row for row in measured() if row["card"] in (card, SAME.get(card))]):
         return f"torch: nothing else was measured on {card}; pymesh3d bench all_gather_matmul --tune does it"
     ranks = " and ".join(str(count) for count in sorted({row["ranks"] for row in rows}))
+    cards = " and ".join(sorted({row["card"] for row in rows}))
     own = sum(row in rows for row in _own())
-    return f"the fastest for the most similar of {len(rows)} products on {card} with {ranks} ranks, {own} of them measured here ({tuned()})"
+    return (
+        f"the fastest for the most similar of {len(rows)} products on {cards} with {ranks} ranks, {own} of them measured here ({tuned()})"
+    )
 
 
 @functools.cache

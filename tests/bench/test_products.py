@@ -82,7 +82,7 @@ def test_the_fastest_of_a_graph_is_chosen_of_what_layers_can_use(monkeypatch: py
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["all_gather_matmul", "--shapes", "llama-8b,huge"], "--shapes huge: no such shapes. Use tiny or llama-8b or llama-70b"),
+        (["all_gather_matmul", "--shapes", "llama-8b,huge"], "--shapes huge: no such shapes. Use tiny or 1b or llama-8b or llama-70b"),
         (["all_gather_matmul", "--tp", "1"], "a product over 1 ranks: 2 to 8 can talk to each other here. Use --tp 2"),
         (["matmul_reduce_scatter", "--tune"], "--tune: there is no GPU whose kernels could be chosen. Leave it out"),
         (["matmul_all_reduce", "--out", "picture.bmp"], "--out picture.bmp: the end of its name picks the format"),

@@ -92,7 +92,7 @@ CPU, torch 2.13.0, triton 3.9.0, 2025-01-31; `pymesh3d bench philox`.""",
 | --- | ---: | ---: | ---: | ---: | ---: |{" ---: |" if head else ""} ---: |
 | qkv | 2,048 | 156 | 157 | 1,300 |{" 200 |" if head else ""} 170 | 2.00 |
 
-With the 70B model's, 2 products: geometric mean of the speed in a graph 1.00, at least 0.98 in 1; """
+Of llama-8b and llama-70b together, 2 products: geometric mean of the speed in a graph 1.00, at least 0.98 in 1; """
         "in eager calls 9.00, at least 0.98 in 1. Medians of 50 rounds by turns. "
         f"2 x NVIDIA H100, torch 2.13.0, triton 3.9.0, 2025-01-31, commit 0123abc; `pymesh3d bench {name}`."
         for name, head in (
