@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 from pymesh3d.dp.norm import clip_factor, gradient_norm
 from pymesh3d.dp.zero import Zero
+from pymesh3d.launch import launch
 from pymesh3d.mesh import Mesh, init_mesh
 from pymesh3d.placement import Part, Placement, place
 
@@ -206,6 +208,33 @@ def test_squares_are_summed_in_float64(ranks: Ranks) -> None:
     for fine, large in ranks(1, norm_of_fine_numbers):
         assert fine == pytest.approx(math.sqrt(1 + 2**-26), rel=1e-15)
         assert large == pytest.approx(math.sqrt(3) * 1e30, rel=1e-7)
+
+
+def on_a_gpu() -> bool:
+    """Of pieces of all sizes, some not aligned: as float64 has it, with the same bits each time; and what is not finite."""
+    mesh = init_mesh()
+    flat = torch.randn(20_000_003, generator=torch.Generator().manual_seed(1)) * 1e-3
+    cuts = [0, 1, 4, 4, 1001, 70_003, 3_000_001, flat.numel()]
+    pieces = [flat[first:last] for first, last in itertools.pairwise(cuts)]
+    there = [flat.to(mesh.device)[first:last] for first, last in itertools.pairwise(cuts)]
+    for p in (1.0, 2.0, 3.0, math.inf):
+        found = [gradient_norm(there, mesh, p).item() for _ in range(2)]
+        exact = torch.linalg.vector_norm(torch.cat(pieces).double(), p).item()
+        assert found[0] == found[1] and abs(found[0] - exact) <= 1e-13 * exact, (p, found, exact)
+    assert gradient_norm([torch.full((3,), 1e30, device=mesh.device)], mesh).item() == pytest.approx(math.sqrt(3) * 1e30, rel=1e-7)
+    for value in (math.inf, -math.inf, math.nan):
+        there[-1][-1] = value
+        for p in (1.0, 2.0, math.inf):
+            assert not math.isfinite(gradient_norm(there, mesh, p).item())
+            assert math.isnan(gradient_norm(there[:3], mesh, p, copies=there).item())
+    mesh.close()
+    return True
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_norms_on_a_gpu() -> None:
+    assert launch(["-c", "from tests.dp.test_norm import on_a_gpu; assert on_a_gpu()"], 1) == 0
 
 
 def test_clip_factor_follows_torch() -> None:
