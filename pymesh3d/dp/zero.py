@@ -156,10 +156,11 @@ class Zero:
         """The last part: multiply the gradients by `scale`, give every rank the new parameters, and forget the gradients."""
         self._require_reduced(True, "update")
         self._take_over_written()
-        for bucket, master in zip(self.buckets, self.masters, strict=True):
-            master.grad = self._owned(bucket, bucket.grads)
-            if scale is not None:
-                master.grad.mul_(scale)
+        grads = [self._owned(bucket, bucket.grads) for bucket in self.buckets]
+        if scale is not None and grads:
+            torch._foreach_mul_(grads, scale.to(max((grad.dtype for grad in grads), key=lambda dtype: dtype.itemsize)))
+        for master, grad in zip(self.masters, grads, strict=True):
+            master.grad = grad
         try:
             self.optimizer.step()
         finally:
