@@ -39,7 +39,7 @@ LENGTH = {"cuda": 4096, "cpu": 32}
 KINDS = {  # of kernels, by what their names contain; the first that fits counts
     "compiled": ("triton_",),  # their names hold those of all operators that were fused
     "products that communicate": ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"),
-    "communication": ("nccl",),
+    "communication": ("nccl", "wait_for_ranks", "memcpy ptop"),
     "attention": ("flash", "fmha", "sdpa", "attention"),
     "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "splitk"),
     "optimizer": ("adam", "multi_tensor"),

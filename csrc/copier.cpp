@@ -18,23 +18,19 @@ Copier::~Copier() {
   gpu_->destroy_stream(stream_);
 }
 
-void Copier::use_context() const {
-  if (!gpu_->context()) gpu_->use(context_);  // a thread of autograd may have none yet
-}
-
 void Copier::start(Piece source, const std::vector<Target>& targets, std::uint32_t value, Stream stream) {
-  use_context();
+  gpu_->use_if_none(context_);
   const std::lock_guard<std::mutex> lock(mutex_);
   gpu_->record(event_, stream);
   gpu_->wait(stream_, event_);  // on what the event stands for now: it is free again at once
   for (const Target& target : targets) {
     gpu_->copy(stream_, target.memory, source.data, source.bytes);
-    if (target.flag) gpu_->write(stream_, target.flag, value);
+    if (target.flag) gpu_->tell(stream_, target.flag, value);
   }
 }
 
 void Copier::join(Stream stream) {
-  use_context();
+  gpu_->use_if_none(context_);
   const std::lock_guard<std::mutex> lock(mutex_);
   gpu_->record(event_, stream_);
   gpu_->wait(stream, event_);

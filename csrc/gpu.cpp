@@ -38,7 +38,7 @@ Gpu::Gpu(const std::string& path)
       host_alloc_(driver_function<Status(void**, std::size_t, unsigned)>("cuMemHostAlloc")),
       host_free_(driver_function<Status(void*)>("cuMemFreeHost")),
       stream_write_(driver_function<Status(void*, std::uint64_t, std::uint64_t, unsigned)>("cuStreamWriteValue64")),
-      stream_write_small_(driver_function<Status(void*, std::uint64_t, std::uint32_t, unsigned)>("cuStreamWriteValue32")),
+      stream_write32_(driver_function<Status(void*, std::uint64_t, std::uint32_t, unsigned)>("cuStreamWriteValue32")),
       memory_copy_(driver_function<Status(std::uint64_t, std::uint64_t, std::size_t, void*)>("cuMemcpyAsync")) {}
 
 void Gpu::check(Status status, const char* call) const {
@@ -55,6 +55,10 @@ Context Gpu::context() const {
 }
 
 void Gpu::use(Context context) const { check(set_context_(context), "cuCtxSetCurrent"); }
+
+void Gpu::use_if_none(Context context) const {
+  if (!this->context()) use(context);
+}
 
 Stream Gpu::create_stream() const {
   int least = 0, greatest = 0;
@@ -91,8 +95,8 @@ void Gpu::copy(Stream stream, std::uintptr_t to, std::uintptr_t from, std::size_
   check(memory_copy_(to, from, bytes, pointer(stream)), "cuMemcpyAsync");
 }
 
-void Gpu::write(Stream stream, std::uintptr_t address, std::uint32_t value) const {
-  check(stream_write_small_(pointer(stream), address, value, 0), "cuStreamWriteValue32");
+void Gpu::tell(Stream stream, std::uintptr_t flag, std::uint32_t value) const {
+  check(stream_write32_(pointer(stream), flag, value, 0), "cuStreamWriteValue32");
 }
 
 Gpu::Counter* Gpu::create_counter() const {

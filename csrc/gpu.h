@@ -21,6 +21,12 @@ using Event = std::uintptr_t;   // a CUevent
 
 using Context = void*;  // a CUcontext
 
+// A piece of device memory; no bytes mean that there is nothing to do.
+struct Piece {
+  std::uintptr_t data = 0;
+  std::size_t bytes = 0;
+};
+
 // All calls act on the context that is current on the calling thread.
 class Gpu {
  public:
@@ -39,6 +45,7 @@ class Gpu {
   // The current context, for another thread to use.
   Context context() const;
   void use(Context context) const;
+  void use_if_none(Context context) const;  // a thread of autograd may have none yet
 
   // A stream that does not wait for the default one, of the highest priority there is.
   Stream create_stream() const;
@@ -53,10 +60,10 @@ class Gpu {
   void wait(Stream stream, Event event) const;
   bool finished(Event event) const;
 
-  // Between any memory that this process has mapped. Then a number, which whoever finds it there, on whatever GPU, finds after all that the
-  // stream has done before.
+  // Between any memory that this process has mapped.
   void copy(Stream stream, std::uintptr_t to, std::uintptr_t from, std::size_t bytes) const;
-  void write(Stream stream, std::uintptr_t address, std::uint32_t value) const;
+  // Sets a number of 32 bits. Whoever reads it then, on whatever GPU, sees all that the stream did before.
+  void tell(Stream stream, std::uintptr_t flag, std::uint32_t value) const;
 
   // A number in host memory that streams write and the host reads without a call of the driver, which might have to wait for another thread's.
   using Counter = std::atomic<std::uint64_t>;
@@ -82,7 +89,7 @@ class Gpu {
   Status (*host_alloc_)(void**, std::size_t, unsigned);
   Status (*host_free_)(void*);
   Status (*stream_write_)(void*, std::uint64_t, std::uint64_t, unsigned);
-  Status (*stream_write_small_)(void*, std::uint64_t, std::uint32_t, unsigned);
+  Status (*stream_write32_)(void*, std::uint64_t, std::uint32_t, unsigned);
   Status (*memory_copy_)(std::uint64_t, std::uint64_t, std::size_t, void*);
 };
 

@@ -99,7 +99,7 @@ void Kernel::start(Stream stream, const std::vector<std::uintptr_t>& addresses) 
   if (addresses.size() != open_.size())
     throw GpuError("the kernel takes " + std::to_string(open_.size()) + " addresses, not " + std::to_string(addresses.size()));
   if (std::find(addresses.begin(), addresses.end(), 0) != addresses.end()) throw GpuError("a matrix of the kernel has no address");
-  if (!gpu_->context()) gpu_->use(context_);
+  gpu_->use_if_none(context_);
   const std::lock_guard<std::mutex> locked(mutex_);
   for (std::size_t index = 0; index < open_.size(); ++index) {
     Open& open = open_[index];

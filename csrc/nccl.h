@@ -40,12 +40,6 @@ struct NcclOptions {
   double timeout = 300.0;
 };
 
-// A piece of device memory; no bytes mean that there is nothing to do.
-struct Piece {
-  std::uintptr_t data = 0;
-  std::size_t bytes = 0;
-};
-
 std::string text_of(double seconds);  // 0.3, and not 0.300000
 
 // The functions of the library.

@@ -79,7 +79,11 @@ class Kernel:
     def start(self, stream: int, addresses: Sequence[int]) -> None: ...
 
 class Copier:
-    """Copies of one piece of memory to several places, by the copy engines. Every call may raise GpuError."""
+    """Copies of one piece of memory to several places, by the copy engines, on a stream of its own. Every call may raise GpuError.
+
+    `start` copies `bytes` from `source` to the first address of each target, in order, after all that is enqueued on `stream`; then it sets
+    the number of 32 bits at the second address, if that is not 0, to `value`. What is enqueued on a stream after a `join` runs after that.
+    """
 
     def __init__(self, gpu: Gpu) -> None: ...
     def start(self, source: int, bytes: int, targets: Sequence[tuple[int, int]], value: int, stream: int) -> None: ...

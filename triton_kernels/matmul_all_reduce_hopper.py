@@ -16,7 +16,7 @@ from .launch_hopper import WIDTH, Prepared, Starter, Tiles, descriptor, programs
 from .matmul import place_of
 from .matmul_hopper import LOADS, SECOND, STORES, multiply_tiles, next_job, shared
 from .matmul_reduce_scatter import Slots
-from .matmul_reduce_scatter_hopper import BOX, delay, fetch_parts, fetch_tile, give_part, give_tile, load_scattered_tiles
+from .matmul_reduce_scatter_hopper import BOX, fetch_parts, fetch_tile, give_part, give_tile, late_by, load_scattered_tiles
 from .signals import PATIENCE, Counters, end_of_program, fence_accelerator, missing_word, signal_others, take_job, wait
 
 
@@ -82,13 +82,13 @@ def exchange_sums(  # type: ignore[no-untyped-def]
     end_of_program(calls, call)
 
 
-@gluon_jit(do_not_specialize=["rank", "rows", "cols", "depth", "slot_rows", "length", "delay", "patience"])
+@gluon_jit(do_not_specialize=["rank", "rows", "cols", "depth", "slot_rows", "length", "late_by", "patience"])
 def matmul_all_reduce_kernel(  # type: ignore[no-untyped-def]
     a,  # descriptor of [RANKS * rows, depth]
     b,  # descriptor of [cols, depth]
     y,  # descriptor of [RANKS * rows, cols]
     here,  # descriptor of this rank's slots [2 * slot_rows, BOX]
-    memory, flags, calls, trouble, told, rank, rows, cols, depth, slot_rows, length, delay, patience: tl.int64,
+    memory, flags, calls, trouble, told, rank, rows, cols, depth, slot_rows, length, late_by, patience: tl.int64,
     RANKS: gl.constexpr, TURNED: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
@@ -105,8 +105,8 @@ def matmul_all_reduce_kernel(  # type: ignore[no-untyped-def]
                               TURNED, True, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES)),
             (multiply_tiles, (lowers, columns, lower, full, empty, jobs, offered, read, free, ready, come, taken, rows, cols, depth,
                               TURNED, True, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES)),
-            (load_scattered_tiles, (a, b, uppers, lowers, columns, full, empty, jobs, offered, read, calls, rank, rows, cols, depth, delay,
-                                    TURNED, True, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES, GROUP)),
+            (load_scattered_tiles, (a, b, uppers, lowers, columns, full, empty, jobs, offered, read, calls, rank, rows, cols, depth,
+                                    late_by, TURNED, True, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES, GROUP)),
             (exchange_sums, (y, here, memory, flags, upper, lower, jobs, offered, read, free, ready, come, taken, fetched, calls,
                              trouble, told, rank, rows, cols, slot_rows, length, patience, RANKS, HALF, BLOCK_N, GROUP)),
         ],
@@ -141,7 +141,7 @@ def prepare(
     assert count == ranks * rows and rows >= 2 * tiles.half, f"{count} rows of {ranks} ranks, by tiles of {2 * tiles.half}"
     here = descriptor(parts[rank].view(a.dtype).view(-1, WIDTH), tiles.half, WIDTH)
     running = min(programs(a.device), ranks * tiles.of(rows, cols))
-    later = delay(ranks, rows, cols, depth, tiles, running)
-    sizes = rows, cols, depth, slots.size // 2 // WIDTH, slots.length, later, int(patience * 1e9)
+    late = late_by(ranks, rows, cols, depth, tiles, running)
+    sizes = rows, cols, depth, slots.size // 2 // WIDTH, slots.length, late, int(patience * 1e9)
     rest = here, *slots[:2], *counters, rank, *sizes
     return Prepared(matmul_all_reduce_kernel, running, a, b, (count, cols), tiles, rest, {"RANKS": ranks}, starter)

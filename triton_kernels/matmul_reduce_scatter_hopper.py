@@ -19,7 +19,7 @@ from .matmul_reduce_scatter import Slots
 from .signals import PATIENCE, Counters, end_of_program, fence_accelerator, missing_word, signal, take_job, wait
 
 BOX = constant(WIDTH)  # columns
-SLOW = 1.4  # so many times longer than computing a tile takes the link to carry it, before small tiles are taken in another order
+SLOW = 1.4  # the link's time for a tile over that of its product, below which small tiles of own rows come last (2 x H200, as in `late_by`)
 
 
 @gluon_jit
@@ -80,31 +80,34 @@ def give_part(  # type: ignore[no-untyped-def]
 
 
 @gluon_jit
-def scattered_job(place, tiles, delay, RANKS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The number of the job at a place of the queue: tile by tile those of the rows of rank + 1, rank + 2, ..., and each tile of this
-    rank's rows after those that come `delay` tiles later. The other ranks have left their parts of it by then, in the same order, so
-    whatever comes first in all queues waits for nothing.
+def scattered_job(place, tiles, late_by, RANKS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The number of the job at a place of the queue; beyond the last, RANKS * tiles or more.
+
+    Tile by tile come those of the rows of rank + 1, rank + 2, ..., and each tile of this rank's rows after the others' that are `late_by`
+    further on. All ranks have one order, in which what a tile waits for stands before it: so the first of all that are under way waits for
+    nothing.
     """
     OTHERS: gl.constexpr = RANKS - 1
-    later = place - delay * OTHERS
-    end = later - (tiles - delay) * RANKS
-    if later < 0:
+    mixed = place - late_by * OTHERS  # from here on each tile is followed by one of this rank's
+    last = mixed - (tiles - late_by) * RANKS  # from here on there are no others
+    if mixed < 0:
         turn = place % OTHERS
         tile = place // OTHERS
-    elif end < 0:
-        turn = later % RANKS
-        tile = later // RANKS
+    elif last < 0:
+        turn = mixed % RANKS
+        tile = mixed // RANKS
         if turn < OTHERS:
-            tile += delay
+            tile += late_by
     else:
         turn = OTHERS
-        tile = tiles - delay + end
+        tile = tiles - late_by + last
     return turn * tiles + tile
 
 
 @gluon_jit
 def load_scattered_tiles(  # type: ignore[no-untyped-def]
-    a, b, uppers, lowers, columns, full, empty, jobs, offered, read, calls, rank, rows, cols, depth, delay,
+    a, b, uppers, lowers, columns, full, empty, jobs, offered, read, calls, rank, rows, cols, depth,
+    late_by,
     TURNED: gl.constexpr, WITHIN: gl.constexpr, RANKS: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
@@ -114,7 +117,7 @@ def load_scattered_tiles(  # type: ignore[no-untyped-def]
     tiles = gl.cdiv(rows, 2 * HALF) * gl.cdiv(cols, BLOCK_N)
     loaded = 0
     count = 0
-    number = scattered_job(take_job(calls, 0), tiles, delay, RANKS)
+    number = scattered_job(take_job(calls, 0), tiles, late_by, RANKS)
     offer_job(jobs, offered, read, count, number)
     while number < tiles * RANKS:
         row, col = place_of(number % tiles, rows, cols, 2 * HALF, BLOCK_N, GROUP)
@@ -123,7 +126,7 @@ def load_scattered_tiles(  # type: ignore[no-untyped-def]
         row += (rank + 1 + number // tiles) % RANKS * rows
         loaded = load_operands(a, b, row, col, depth, uppers, lowers, columns, full, empty, loaded, TURNED, HALF, BLOCK_N, BLOCK_K, STAGES)
         count += 1
-        number = scattered_job(take_job(calls, 0), tiles, delay, RANKS)
+        number = scattered_job(take_job(calls, 0), tiles, late_by, RANKS)
         offer_job(jobs, offered, read, count, number)
 
 
@@ -163,13 +166,13 @@ def exchange_tiles(  # type: ignore[no-untyped-def]
     end_of_program(calls, call)
 
 
-@gluon_jit(do_not_specialize=["rank", "rows", "cols", "depth", "slot_rows", "length", "delay", "patience"])
+@gluon_jit(do_not_specialize=["rank", "rows", "cols", "depth", "slot_rows", "length", "late_by", "patience"])
 def matmul_reduce_scatter_kernel(  # type: ignore[no-untyped-def]
     a,  # descriptor of [RANKS * rows, depth]
     b,  # descriptor of [cols, depth]
     y,  # descriptor of [rows, cols]
     here,  # descriptor of this rank's slots [2 * slot_rows, BOX]
-    memory, flags, calls, trouble, told, rank, rows, cols, depth, slot_rows, length, delay, patience: tl.int64,
+    memory, flags, calls, trouble, told, rank, rows, cols, depth, slot_rows, length, late_by, patience: tl.int64,
     RANKS: gl.constexpr, TURNED: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
@@ -183,8 +186,8 @@ def matmul_reduce_scatter_kernel(  # type: ignore[no-untyped-def]
                               TURNED, True, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES)),
             (multiply_tiles, (lowers, columns, lower, full, empty, jobs, offered, read, free, ready, come, taken, rows, cols, depth,
                               TURNED, True, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES)),
-            (load_scattered_tiles, (a, b, uppers, lowers, columns, full, empty, jobs, offered, read, calls, rank, rows, cols, depth, delay,
-                                    TURNED, False, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES, GROUP)),
+            (load_scattered_tiles, (a, b, uppers, lowers, columns, full, empty, jobs, offered, read, calls, rank, rows, cols, depth,
+                                    late_by, TURNED, False, RANKS, HALF, BLOCK_N, BLOCK_K, STAGES, GROUP)),
             (exchange_tiles, (y, here, memory, flags, upper, lower, jobs, offered, read, free, ready, come, taken, calls,
                               trouble, told, rank, rows, cols, slot_rows, length, patience, RANKS, HALF, BLOCK_N, GROUP)),
         ],
@@ -198,13 +201,14 @@ def needed(ranks: int, rows: int, cols: int, tiles: Tiles) -> tuple[int, int]:
     return ranks * tiles.of(rows, cols) * 2 * tiles.half * tiles.n * 2, tiles.of(rows, cols)
 
 
-def delay(ranks: int, rows: int, cols: int, depth: int, tiles: Tiles, running: int) -> int:
-    """By how many tiles this rank's own come later than those of the other ranks' rows: as many as are computed at once.
+def late_by(ranks: int, rows: int, cols: int, depth: int, tiles: Tiles, running: int) -> int:
+    """By how many tiles this rank's own come after those of the other ranks' rows, for results [rows, cols] of two ranks or more: by as
+    many as the `running` programs compute at once.
 
-    If all came last, the link would stand still while they are computed, and programs before. But so many rows are in the cache twice, and
-    small tiles read them often: there they do come last, if the link carries parts away almost as fast as they are computed. (2 x H200,
-    [8192, 2048] on each of depth 1024: 137 us against 164, with small tiles 144 against 167; [8192, 4096] of depth 7168, small: 738 against
-    697.)
+    If all came last, the link would stand still while they are computed. But operands of own and of other rows are in the cache together
+    then, and small tiles read them more often: those come last, unless the link is much the slower. (2 x H200, own tiles a wave later
+    against last: [8192, 2048] of depth 1024 137 us against 164, with small tiles 144 against 167; [8192, 4096] of depth 3072 694 against
+    698, with small tiles 738 against 693.) Constants of an H200 cost time elsewhere, and change no value.
     """
     count = tiles.of(rows, cols)
     carried, computed = 4 * tiles.half * tiles.n / LINK, 4 * tiles.half * tiles.n * depth / SPEED / running  # seconds of a tile
@@ -232,7 +236,7 @@ def prepare(
     assert a.shape[0] == ranks * rows, f"{a.shape[0]} rows of {ranks} ranks"
     here = descriptor(parts[rank].view(a.dtype).view(-1, WIDTH), tiles.half, WIDTH)
     running = min(programs(a.device), ranks * tiles.of(rows, cols))
-    later = delay(ranks, rows, cols, depth, tiles, running)
-    sizes = rows, cols, depth, slots.size // 2 // WIDTH, slots.length, later, int(patience * 1e9)
+    late = late_by(ranks, rows, cols, depth, tiles, running)
+    sizes = rows, cols, depth, slots.size // 2 // WIDTH, slots.length, late, int(patience * 1e9)
     rest = here, *slots[:2], *counters, rank, *sizes
     return Prepared(matmul_reduce_scatter_kernel, running, a, b, (rows, cols), tiles, rest, {"RANKS": ranks}, starter)

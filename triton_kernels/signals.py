@@ -72,15 +72,6 @@ def wait(flag, call, trouble, told, what, patience):  # type: ignore[no-untyped-
     tl.debug_barrier()  # the acquire was one thread's: now all may load
 
 
-@jit(do_not_specialize=["rank", "length", "call", "patience"])
-def wait_for_ranks_kernel(flags, trouble, told, rank, length, call, patience: tl.int64, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program, which ends when the first flag of every other rank has come."""
-    mine = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
-    for following in tl.static_range(1, RANKS):
-        source = (rank + following) % RANKS
-        wait(mine + source * length, call, trouble, told, missing_word(source, 0), patience)
-
-
 class Counters(NamedTuple):
     """What the programs of one rank count in, in memory of its GPU, and where they tell the host what went wrong.
 
@@ -102,6 +93,37 @@ class Counters(NamedTuple):
         """The rank and the tile that a program has waited for in vain, if one has."""
         what = int(self.told)
         return divmod(what - 1, 1 << 32) if what else None
+
+
+@jit(do_not_specialize=["rank", "length", "call"])
+def tell_ranks_kernel(flags, rank, length, call, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program, which sets this rank's first flag on every other rank."""
+    for following in tl.static_range(1, RANKS):
+        signal(tl.load(flags + (rank + following) % RANKS).to(tl.pointer_type(tl.int32)) + rank * length, call)
+
+
+@jit(do_not_specialize=["rank", "length", "call", "patience"])
+def wait_for_ranks_kernel(flags, trouble, told, rank, length, call, patience: tl.int64, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program, which ends when the first flag of every other rank has come."""
+    mine = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
+    for following in tl.static_range(1, RANKS):
+        source = (rank + following) % RANKS
+        wait(mine + source * length, call, trouble, told, missing_word(source, 0), patience)
+
+
+def tell_ranks(flags: torch.Tensor, rank: int, length: int, call: int) -> None:
+    """Set the first flag of this `rank` on all others, which see then all that it has stored before. `flags` and `length` are those of
+    `Slots`; `call`, int32, is what they wait for.
+    """
+    tell_ranks_kernel[(1,)](flags, rank, length, call, RANKS=flags.numel(), num_warps=1)
+
+
+def wait_for_ranks(flags: torch.Tensor, counters: Counters, rank: int, length: int, call: int, patience: float = PATIENCE) -> None:
+    """What the stream does next finds what all other ranks have done before they told this `rank`, or, after `patience` seconds in vain,
+    what there is: `counters` name one that did not come then.
+    """
+    nanoseconds = int(patience * 1e9)
+    wait_for_ranks_kernel[(1,)](flags, counters.trouble, counters.told, rank, length, call, nanoseconds, RANKS=flags.numel(), num_warps=1)
 
 
 @jit

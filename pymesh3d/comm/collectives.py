@@ -26,6 +26,11 @@ class Pending:
     def __init__(self, tensor: torch.Tensor, finish: Callable[[], object] | None = None) -> None:
         self._tensor, self._finish = tensor, finish
 
+    @property
+    def device(self) -> torch.device:
+        """Where the tensor is."""
+        return self._tensor.device
+
     def wait(self) -> torch.Tensor:
         """The finished tensor."""
         if self._finish is not None:

@@ -1,86 +1,107 @@
-"""All-gather by the copy engines: nothing that computes makes room for it, as it must for NCCL's kernel."""
+"""All-gather by the copy engines, which take no processor from what the GPU computes meanwhile, as NCCL's kernel does. (1B model, tp 2 on
+2 x H200, 33 MB of each rank under GEMM + reduce-scatter: NCCL's took 322 us, these 115, and the step 515 ms, then 500.)
+"""
 
 from __future__ import annotations
 
 import torch
 
-from pymesh3d.axis import Axis
+from pymesh3d.axis import Axis, named
 from pymesh3d.comm.collectives import Pending
 from pymesh3d.comm.native import copier
 from pymesh3d.comm.workspace import Workspace
 from pymesh3d.triton_kernels.matmul_reduce_scatter import Slots
-from pymesh3d.triton_kernels.signals import wait_for_ranks_kernel
+from pymesh3d.triton_kernels.signals import tell_ranks, wait_for_ranks
 
-HALF, WORD = 1 << 31, 1 << 32  # of the numbers that a flag can hold
+OPERATION = "all-gather"
 
 
 class Copied(Pending):
-    """Its tensor stands as long as it is not `overwritten`."""
+    """Its tensor stands until the next start, which makes it `superseded`. It is waited for, and read, on the `stream` of its start."""
 
-    overwritten = False
+    stream = 0
+    superseded = False
 
 
 class CopiedGather(Workspace):
     """What all-gathers along one axis, from one stream, share: the memory that each rank's part is copied to, on all ranks.
 
-    Call by call the other half of it is used. A rank copies into what call n - 2 has left once its stream has waited for call n - 1, whose
-    rows the others gave away after all that read call n - 2: so nobody needs to be asked.
+    Call n uses half n % 2 of it. Before a rank copies, its stream has waited for call n - 1 of all ranks; each of them gave that away after
+    all of its own reads of call n - 2, which were from the same half. So nobody needs to be asked.
     """
 
     def __init__(self, op: str, axis: Axis, device: torch.device) -> None:
         super().__init__(op, axis, device)
         self._copier = copier() if device.type == "cuda" else None
         if device.type == "cuda" and self._copier is None:
-            self.refused = "the compiled part has no copy engines here"
-        self._of: Slots | None = None  # the memory in which calls are counted, and copied to
+            self.refused = "the compiled part has no copy engines here"  # nor on any other rank of this host
+        self._counted_in: Slots | None = None  # the memory to which `_calls` belongs
         self._calls = 0
-        self._order = [
-            (axis.rank + turn) % axis.size for turn in range(1, axis.size + 1)
-        ]  # of the ranks: the next one first, this one last
-        self._places: list[tuple[int, int]] = []  # where on each of them the memory begins, and the flag is; 0 here
+        self._order = [*range(axis.rank + 1, axis.size), *range(axis.rank + 1)]  # the next rank first, this one last
+        self._places: list[tuple[int, int]] = []  # where on each of them the memory begins, and this rank's flag is; 0 here
         self._last: Copied | None = None
 
     def start(self, x: torch.Tensor) -> Copied:
-        """The ranks' x [rows, ...], contiguous, in rank order. What reads the result must be enqueued before the next start.
+        """The ranks' x [rows, ...], contiguous, in rank order. What reads the result must be enqueued on this stream before the next start.
 
-        Raises ConfigError while a CUDA graph is captured, and SharingError where ranks cannot share so much.
+        Not while a CUDA graph is captured. Raises SharingError where ranks cannot share so much, DistributedError where the GPU refuses.
         """
+        gpu = x.is_cuda
+        assert x.is_contiguous() and not (gpu and torch.cuda.is_current_stream_capturing()), f"{tuple(x.shape)}, {x.stride()}"
         if self._last is not None:
             self._last.wait()  # if nobody has: then the others have read what this will write over
-            self._last.overwritten = True
+            self._last.superseded, self._last = True, None
         size = x.numel() * x.element_size()
         slots = self.slots(self._axis.size * size, 1)
-        if slots is not self._of:
-            self._of, self._calls = slots, 0
-            self._look_up_places()
+        if slots is not self._counted_in:
+            self._counted_in, self._calls = slots, 0
+            flags = [0 if rank == self._axis.rank else self.flag_address(rank) for rank in self._order]
+            self._places = [(self.parts[rank].data_ptr(), flag) for rank, flag in zip(self._order, flags, strict=True)]
         self._calls += 1
-        call = (self._calls + HALF) % WORD - HALF
-        first = self._calls % 2 * slots.size
-        self._copy(x, first + self._axis.rank * size, call)
-        gathered = self.parts[self._axis.rank][first : first + self._axis.size * size].view(x.dtype)
+        call, half = as_int32(self._calls), self._calls % 2 * slots.size
+        gathered = self.parts[self._axis.rank][half : half + self._axis.size * size].view(x.dtype)
         self._last = Copied(gathered.view(self._axis.size * x.shape[0], *x.shape[1:]), lambda: self._finish(x, slots, call))
+        self._last.stream = raw_stream(x.device)
+        begin = half + self._axis.rank * size
+        if self._copier is not None:
+            with named(OPERATION, self._axis):
+                targets = [(memory + begin, flag) for memory, flag in self._places]
+                self._copier.start(x.data_ptr(), size, targets, self._calls % (1 << 32), self._last.stream)
+        else:
+            for rank in self._order:
+                self.parts[rank][begin : begin + size].copy_(x.view(-1).view(torch.uint8))
+            tell_ranks(slots.flags, self._axis.rank, slots.length, call)
         return self._last
 
-    def _look_up_places(self) -> None:
-        flags = [0 if rank == self._axis.rank else self.flag(rank).data_ptr() for rank in self._order]
-        self._places = [(self.parts[rank].data_ptr(), flag) for rank, flag in zip(self._order, flags, strict=True)]
-
-    def _copy(self, x: torch.Tensor, begin: int, call: int) -> None:
-        """To its place on all ranks. The others are told."""
-        size = x.numel() * x.element_size()
-        if self._copier is not None:
-            targets = [(memory + begin, flag) for memory, flag in self._places]
-            self._copier.start(x.data_ptr(), size, targets, call % WORD, torch._C._cuda_getCurrentRawStream(x.device.index))
-            return
-        for rank in self._order:
-            self.parts[rank][begin : begin + size].copy_(x.view(-1).view(torch.uint8))
-            if rank != self._axis.rank:
-                self.flag(rank).fill_(call)
-
     def _finish(self, x: torch.Tensor, slots: Slots, call: int) -> None:
-        """The current stream goes on when x has been copied and the others' parts are here."""
+        """The current stream goes on when x has been copied and the others' parts are here. One program leaves room for any other kernel:
+        this takes no turn.
+        """
+        axis = self._axis
         if self._copier is not None:
-            self._copier.join(torch._C._cuda_getCurrentRawStream(x.device.index))
-        axis, counters = self._axis, self.counters
-        patience = int(axis.timeout.total_seconds() * 1e9)
-        wait_for_ranks_kernel[(1,)](slots.flags, counters.trouble, counters.told, axis.rank, slots.length, call, patience, axis.size)
+            with named(OPERATION, axis):
+                self._copier.join(raw_stream(x.device))
+        wait_for_ranks(slots.flags, self.counters, axis.rank, slots.length, call, axis.timeout.total_seconds())
+
+    def _named(self, tile: int) -> str:
+        return "its part"
+
+    def close(self) -> None:
+        """Give the memory back, when what was started has ended."""
+        if self._last is not None:
+            self._last.wait()
+        if self._copier is not None:
+            torch.cuda.synchronize(self._device)  # the others' copies come here, and the kernel above waits for them
+        self._last = self._counted_in = None
+        self._places = []
+        super().close()
+
+
+def as_int32(number: int) -> int:
+    """Its last 32 bits."""
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+def raw_stream(device: torch.device) -> int:
+    """The current one of a GPU, 0 on the CPU."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0

@@ -27,6 +27,11 @@ def found_or_made(name: str, make: Callable[[], object]) -> Any:
     return thing
 
 
+def take(name: str) -> Any:
+    """What is registered under this name, which then stands for nothing any more; None if it does already."""
+    return _named.pop(name, None)
+
+
 def find(name: str) -> Any:
     """What is registered under this name. Raises ConfigError where that is gone."""
     try:

@@ -87,10 +87,10 @@ class Workspace:
         assert self._memory is not None, "there are no slots yet"
         return self._memory.part(self._axis.rank, shape, dtype)
 
-    def flag(self, rank: int) -> torch.Tensor:
-        """The first of the flags that this rank sets on another."""
+    def flag_address(self, rank: int) -> int:
+        """Where on another rank the first of the flags lies that this one sets there."""
         assert self._flags is not None and self._slots is not None, "there are no flags yet"
-        return self._flags.part(rank, (1,), torch.int32, 4 * self._axis.rank * self._slots.length)
+        return self._flags.part(rank, (1,), torch.int32, 4 * self._axis.rank * self._slots.length).data_ptr()
 
     def check(self) -> None:
         """Raise RuntimeError that names the rank for which a call has waited in vain."""
@@ -98,7 +98,11 @@ class Workspace:
             missing = counters.missing()
             if missing is not None:
                 rank, tile = missing
-                raise RuntimeError(f"rank {self._axis.ranks[rank]} did not send tile {tile} of {self._op} within the time limit")
+                raise RuntimeError(f"rank {self._axis.ranks[rank]} did not send {self._named(tile)} of {self._op} within the time limit")
+
+    def _named(self, tile: int) -> str:
+        """What a kernel that waits calls a tile, in words."""
+        return f"tile {tile}"
 
     def abort(self, seconds: float) -> bool:
         """End all waits, of which each looks at this number. A copy needs no room on a GPU that is full of those that wait."""

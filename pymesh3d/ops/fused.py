@@ -21,6 +21,7 @@ from pymesh3d.ops.choose import TILES, choose, forced, on_one_host
 from pymesh3d.triton_kernels import (
     all_gather_matmul,
     all_gather_matmul_hopper,
+    backend,
     matmul_all_reduce,
     matmul_all_reduce_hopper,
     matmul_reduce_scatter,
@@ -130,15 +131,21 @@ def reduced_product(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> torch.
     return None if done is None else done[0].view(*x.shape[:-1], weight.shape[0])
 
 
-def gathered_aside(x: torch.Tensor, axis: Axis) -> Copied | None:
-    """All ranks' x [..., T / ranks, K], tokens first, by the copy engines while the GPU computes something else. What reads them must be
-    enqueued before the next call. None where NCCL must do it: in a CUDA graph, between hosts, or where the environment asks for torch.
-    """
+def gathers_aside(x: torch.Tensor, axis: Axis) -> bool:
+    """Whether copy engines may gather x along this axis, alike on all ranks. On the CPU plain copies do, where `plain` is forced."""
     gpu = x.device.type == "cuda"
     wanted = forced() != "torch" if gpu else forced() == "plain"
-    if not wanted or axis.size == 1 or x.numel() == 0 or not on_one_host(axis.ranks):
-        return None
-    if gpu and torch.cuda.is_current_stream_capturing():
+    if not wanted or not backend.available or axis.size == 1 or x.numel() == 0 or not on_one_host(axis.ranks):
+        return False
+    return not (gpu and torch.cuda.is_current_stream_capturing())
+
+
+def gathered_aside(x: torch.Tensor, axis: Axis) -> Copied | None:
+    """All ranks' x [..., T / ranks, K], tokens first, by the copy engines while the GPU computes something else. What reads them must be
+    enqueued before the next call. None where a collective must do it: between hosts, in a CUDA graph, where the environment asks for torch,
+    of nothing, without the compiled part, and where ranks cannot share memory.
+    """
+    if not gathers_aside(x, axis):
         return None
     share = on_this_stream(CopiedGather, "all-gather", axis, x.device)
     if share.refused:
@@ -146,5 +153,5 @@ def gathered_aside(x: torch.Tensor, axis: Axis) -> Copied | None:
     try:
         return share.start(_tokens_first(x).contiguous())
     except SharingError as error:  # on all ranks
-        log.warning("%s; NCCL gathers", error)
+        log.warning("%s; a collective gathers there", error)
         return None

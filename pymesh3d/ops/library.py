@@ -49,7 +49,7 @@ def _define(name: str, product: Product, tokens: Callable[[int, int], int]) -> A
         call: Any,
     ) -> tuple[torch.Tensor, ...]:
         buffers = buffer_of(weight_handle), buffer_of(bias_handle)
-        gradients = product.backward(grad_y, x, weight, bias, buffers, find(axis), sequence_parallel, needs)
+        gradients = product.backward(grad_y, x, weight, bias, buffers, find(axis), sequence_parallel, needs, None)
         return tuple(
             torch.zeros_like(handle) if handle is not None else x.new_empty(0) if gradient is None else gradient.contiguous()
             for gradient, handle in zip(gradients, (None, weight_handle, bias_handle), strict=True)

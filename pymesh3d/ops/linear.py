@@ -15,7 +15,6 @@ from pymesh3d.axis import Axis
 from pymesh3d.comm.collectives import all_reduce_
 from pymesh3d.ops import library
 from pymesh3d.ops.accumulate import add_grad
-from pymesh3d.ops.ahead import Input, recall, remember
 from pymesh3d.ops.function import first_order, owned
 from pymesh3d.ops.products import COLUMN, ROW, Buffers, Product, gather_tokens, scatter_tokens
 
@@ -34,20 +33,13 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.backward_of, ctx.options = product.backward, (buffers, axis, sequence_parallel)
-        ctx.ahead = _ahead(product, x, axis, ctx.needs_input_grad[1]) if sequence_parallel else None
+        ctx.ahead = product.prepare(x, axis, ctx.needs_input_grad[1]) if sequence_parallel else None
         return owned(product.forward(x, weight, bias, axis, sequence_parallel))
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return *ctx.backward_of(grad_y, *ctx.saved_tensors, *ctx.options, ctx.needs_input_grad, ctx.ahead), None, None, None, None
-
-
-def _ahead(product: Product, x: torch.Tensor, axis: Axis, trained: bool) -> Input | None:
-    """What the backward pass of this layer may find gathered, or gathers for the layer before."""
-    if product is ROW:
-        return recall(axis)
-    return remember(x, axis) if trained else None
 
 
 class _VocabLookup(torch.autograd.Function):

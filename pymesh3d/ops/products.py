@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from pymesh3d.axis import Axis
 from pymesh3d.comm.collectives import Pending, all_gather, all_reduce_, reduce_scatter
 from pymesh3d.ops.accumulate import add_grad, add_weight_grad
-from pymesh3d.ops.ahead import Input
+from pymesh3d.ops.ahead import Input, recall, remember
 from pymesh3d.ops.fused import gathered_aside, gathered_product, reduced_product, scattered_product
 
 Buffers = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -59,7 +59,7 @@ def column_backward(
     axis: Axis,
     sequence_parallel: bool,
     needs: Sequence[bool],
-    ahead: Input | None = None,
+    ahead: Input | None,
 ) -> Gradients:
     """The gather of x, if it has not been done `ahead`, runs under the product for grad_x, whose reduction runs under the product for the
     weight, if not in one kernel.
@@ -104,7 +104,7 @@ def row_backward(
     axis: Axis,
     sequence_parallel: bool,
     needs: Sequence[bool],
-    ahead: Input | None = None,
+    ahead: Input | None,
 ) -> Gradients:
     """The gathered gradient serves both products. What the column-parallel layer before will need is gathered `ahead` under the rest."""
     done = gathered_product(grad_y, weight.t(), axis, keep=needs[1]) if sequence_parallel and needs[0] else None
@@ -127,11 +127,16 @@ def row_backward(
 
 
 class Product(NamedTuple):
-    """A product and its gradients."""
+    """A product and its gradients; `prepare` says, in the forward pass, what its backward pass finds gathered ahead, or gathers for a layer
+    before, of x, and whether the weight is trained.
+    """
 
     forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, Axis, bool], torch.Tensor]
-    backward: Callable[..., Gradients]
+    backward: Callable[
+        [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, Buffers, Axis, bool, Sequence[bool], Input | None], Gradients
+    ]
+    prepare: Callable[[torch.Tensor, Axis, bool], Input | None]
 
 
-COLUMN = Product(column_forward, column_backward)
-ROW = Product(row_forward, row_backward)
+COLUMN = Product(column_forward, column_backward, remember)
+ROW = Product(row_forward, row_backward, recall)

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from pymesh3d.comm import copies as module
-from pymesh3d.comm.copies import CopiedGather
+from pymesh3d.comm.copies import CopiedGather, as_int32
 from pymesh3d.comm.workspace import on_this_stream
 from pymesh3d.launch import launch
 from pymesh3d.mesh import init_mesh
+from pymesh3d.triton_kernels.signals import tell_ranks
 from tests.kernels import needs_kernels
 
 Ranks = Callable[..., list[Any]]
@@ -30,37 +31,48 @@ def part(rank: int, call: int, shape: tuple[int, ...], device: torch.device) -> 
 
 
 def gathered(device: str, first: int = 0) -> bool:
-    """Call after call, right on every rank though by turns one comes late, or reads late."""
+    """Call after call, right on every rank though by turns one comes late, or reads late, and what it gave is written over at once.
+
+    `first`: as if there had been so many calls: their numbers wrap then.
+    """
     mesh = init_mesh(tp=-1, dp=1, device=device)
     axis, late = mesh.tp, random.Random(mesh.rank)
     share = on_this_stream(CopiedGather, "gather", axis, mesh.device)
-    if first:  # as if there had been so many calls: their numbers wrap then
-        share.start(part(axis.rank, 0, (4,), mesh.device)).wait()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()
+    if first:
+        assert share.start(part(axis.rank, 0, (4,), mesh.device)).wait().shape == (4 * axis.size,)
+        together(mesh.device)
+        slots = share.slots(1, 1)
         share._calls = first
-        for other in share._order[:-1]:
-            share.flag(other).fill_((first + 2**31) % 2**32 - 2**31)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()
+        tell_ranks(slots.flags, axis.rank, slots.length, as_int32(first))
+        together(mesh.device)
     found, expected = [], []
     for call in range(CALLS):
         shape = SHAPES[call % len(SHAPES)] if first == 0 else (4,)
         given = part(axis.rank, call, shape, mesh.device)
         pause(late, mesh.device)
         pending = share.start(given)
+        del given
+        others = [torch.full(shape, torch.nan, dtype=torch.float64, device=mesh.device) for _ in range(3)]
         pause(late, mesh.device)
         result = pending.wait()
+        others += [torch.full(shape, torch.nan, dtype=torch.float64, device=mesh.device) for _ in range(3)]
         pause(late, mesh.device)
-        assert result.shape == (axis.size * shape[0], *shape[1:])
+        assert result.shape == (axis.size * shape[0], *shape[1:]) and not pending.superseded
         found.append(result.clone())
         expected.append(torch.cat([part(rank, call, shape, mesh.device) for rank in range(axis.size)]))
     assert all(torch.equal(mine, right) for mine, right in zip(found, expected, strict=True))
     share.check()
+    share.start(part(axis.rank, 0, (4,), mesh.device))  # which is under way when the mesh is closed
     mesh.close()
+    assert share._last is None and share.parts == []
     return True
+
+
+def together(device: torch.device) -> None:
+    """Go on when all ranks are here, and their GPUs."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
 
 
 def pause(late: random.Random, device: torch.device) -> None:
@@ -100,7 +112,7 @@ def given_up() -> bool:
     if mesh.rank == 0:
         time.sleep(0.2)
     pending = share.start(part(mesh.rank, 2, (4,), mesh.device))
-    assert forgotten._finish is None and forgotten.overwritten and pending._finish is not None and not pending.overwritten
+    assert forgotten._finish is None and forgotten.superseded and pending._finish is not None and not pending.superseded
     assert torch.equal(forgotten.wait(), torch.cat([part(rank, 1, (4,), mesh.device) for rank in range(2)]))
     assert torch.equal(pending.wait(), torch.cat([part(rank, 2, (4,), mesh.device) for rank in range(2)]))
     mesh.close()
@@ -110,6 +122,24 @@ def given_up() -> bool:
 @needs_kernels
 def test_one_that_was_given_up_is_waited_for(ranks: Ranks) -> None:
     assert ranks(2, given_up) == [True] * 2
+
+
+def test_a_number_of_32_bits() -> None:
+    assert [as_int32(number) for number in (0, 5, 2**31 - 1, 2**31, 2**32 - 1, 2**32 + 7)] == [0, 5, 2**31 - 1, -(2**31), -1, 7]
+
+
+def what_is_not_contiguous() -> bool:
+    mesh = init_mesh(tp=2, device="cpu")
+    share = on_this_stream(CopiedGather, "gather", mesh.tp, mesh.device)
+    with pytest.raises(AssertionError, match=r"\(3, 2\), \(1, 3\)"):
+        share.start(torch.zeros(2, 3).t())
+    mesh.close()
+    return True
+
+
+@needs_kernels
+def test_rows_that_do_not_lie_in_order_are_refused(ranks: Ranks) -> None:
+    assert ranks(2, what_is_not_contiguous) == [True] * 2
 
 
 def without_the_last() -> str:
@@ -131,7 +161,7 @@ def without_the_last() -> str:
 
 @needs_kernels
 def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
-    assert ranks(2, without_the_last) == ["rank 1 did not send tile 0 of gather within the time limit", ""]
+    assert ranks(2, without_the_last) == ["rank 1 did not send its part of gather within the time limit", ""]
 
 
 def test_without_copy_engines_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

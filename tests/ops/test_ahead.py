@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pymesh3d.comm.copies import CopiedGather
 from pymesh3d.mesh import Mesh, init_mesh
+from pymesh3d.ops import ahead as module
 from pymesh3d.ops.ahead import Input, recall, remember
 from pymesh3d.ops.choose import VARIABLE
 from pymesh3d.ops.linear import column_linear, row_linear
@@ -101,18 +102,26 @@ def test_gradients_agree_with_one_process(ranks: Ranks, name: str) -> None:
     assert ranks(2, gradients, name) == [(gathers, ahead)] * 2
 
 
-def overwritten() -> bool:
+def replaced() -> bool:
     """What was gathered ahead is not taken any more when other rows have come since."""
     mesh = init_mesh(tp=-1, dp=1, device="cpu")
     x, other = (noise(T, D, dtype=torch.float64, seed=seed + mesh.rank) for seed in (0, 10))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "plain")
-        one, two = remember(x, mesh.tp), Input(other, mesh.tp)
+        one, two = Input(x, mesh.tp), Input(other, mesh.tp)
         one.begin()
         two.begin()
         assert one.take() is None
         pending = two.take()
         assert pending is not None and two.take() is None
+        two.begin()
+        patch.setattr(module, "raw_stream", lambda device: 7)
+        assert two.take() is None, "of another stream"
+        two.begin()
+        before = two._pending
+        other.add_(1)
+        two.begin()
+        assert before is not None and two._pending is before, "what has changed since is not gathered"
         right = torch.cat([noise(T, D, dtype=torch.float64, seed=10 + rank) for rank in range(mesh.tp.size)])
         assert torch.equal(pending.wait(), right)
     mesh.close()
@@ -121,20 +130,52 @@ def overwritten() -> bool:
 
 @needs_kernels
 def test_rows_that_others_have_replaced_are_not_taken(ranks: Ranks) -> None:
-    assert ranks(2, overwritten) == [True] * 2
+    assert ranks(2, replaced) == [True] * 2
 
 
-def test_an_input_lives_no_longer_than_its_graph() -> None:
+def changed_in_place() -> bool:
+    """Where hooks keep a copy, x may change after the layer: the gradient is that of the copy."""
+    mesh = init_mesh(tp=-1, dp=1, device="cpu")
+    x0 = noise(T, D, dtype=torch.float64, seed=1)
+    full = [noise(F, D, dtype=torch.float64, seed=2).requires_grad_(), noise(D, F, dtype=torch.float64, seed=3).requires_grad_()]
+    row(None, column(None, x0, full[0]).tanh(), full[1]).sum().backward()
+    parts = [weight.detach().chunk(2, dim)[mesh.rank].clone().requires_grad_() for dim, weight in enumerate(full)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, "plain")
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda kept: kept):
+            x = x0.chunk(2)[mesh.rank].clone()
+            z = row(mesh, column(mesh, x, parts[0]).tanh(), parts[1])
+        x.add_(100)
+        z.sum().backward()
+    for dim, (mine, weight) in enumerate(zip(parts, full, strict=True)):
+        assert weight.grad is not None
+        torch.testing.assert_close(mine.grad, weight.grad.chunk(2, dim)[mesh.rank], rtol=0.0, atol=1e-12)
+    mesh.close()
+    return True
+
+
+@needs_kernels
+def test_what_hooks_keep_is_what_is_gathered(ranks: Ranks) -> None:
+    assert ranks(2, changed_in_place) == [True] * 2
+
+
+def test_an_input_lives_no_longer_than_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     axis: Any = type("Axis", (), {"key": "some axis"})()
+    monkeypatch.setattr(module, "gathers_aside", lambda x, axis: x is not None)
     x = torch.zeros(3)
     alive = weakref.ref(x)
-    one = remember(x, axis)
-    assert recall(axis) is one and recall(axis) is None, "once"
+    assert remember(x, axis, trained=False) is None and recall(x, axis, trained=True) is None
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        assert remember(x, axis, trained=True) is None, "x itself is not kept"
+    one = remember(x, axis, trained=True)
+    assert one is not None and recall(x, axis, trained=False) is one and recall(x, axis, trained=True) is None, "once"
     del x
     gc.collect()
     assert alive() is None
     one.begin()
     assert one.take() is None
-    remember(torch.zeros(3), axis)  # which nobody holds
+    remember(torch.zeros(3), axis, trained=True)  # which nobody holds
     gc.collect()
-    assert recall(axis) is None
+    assert recall(torch.zeros(3), axis, trained=True) is None
+    monkeypatch.setattr(module, "gathers_aside", lambda x, axis: False)
+    assert remember(torch.zeros(3), axis, trained=True) is None

@@ -11,6 +11,7 @@ import torch
 
 from pymesh3d.comm.native import starter
 from pymesh3d.comm.workspace import Workspace
+from pymesh3d.errors import SharingError
 from pymesh3d.ops import fused, products
 from pymesh3d.ops.choose import TILES
 
@@ -78,7 +79,7 @@ def test_the_gathered_gradient_is_kept_for_the_weight_only(monkeypatch: pytest.M
     monkeypatch.setattr(products, "gather_tokens", None)  # nothing is gathered twice
     weight: Any = SimpleNamespace(t=lambda: None)  # nor multiplied
     needs = (True, trained, False)
-    found = products.row_backward(torch.ones(2, 5), torch.ones(4, 3), weight, None, (None, None), AXIS, True, needs)
+    found = products.row_backward(torch.ones(2, 5), torch.ones(4, 3), weight, None, (None, None), AXIS, True, needs, None)
     assert asked == [trained] and (found[1] is not None) is trained
 
 
@@ -86,5 +87,46 @@ def test_a_gradient_that_nobody_needs_is_not_computed(monkeypatch: pytest.Monkey
     needs = (False, True, False)
     monkeypatch.setattr(products, "gathered_product", None)
     monkeypatch.setattr(products, "gather_tokens", lambda x, axis: SimpleNamespace(wait=lambda: torch.ones(4, 5)))
-    found = products.row_backward(torch.ones(2, 5), torch.ones(4, 3), torch.ones(5, 3), None, (None, None), AXIS, True, needs)
+    found = products.row_backward(torch.ones(2, 5), torch.ones(4, 3), torch.ones(5, 3), None, (None, None), AXIS, True, needs, None)
     assert found[0] is None and found[1] is not None and torch.equal(found[1], torch.full((5, 3), 4.0))
+
+
+def test_where_copy_engines_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one host, more than one rank, something, eager, with kernels, and not where torch is asked for; on the CPU where `plain` is."""
+    cpu, gpu = torch.zeros(2, 3), SimpleNamespace(device=SimpleNamespace(type="cuda"), numel=lambda: 6)
+    word: list[str | None] = [None]
+    monkeypatch.setattr(fused, "forced", lambda: word[0])
+    monkeypatch.setattr(fused, "on_one_host", lambda ranks: ranks == (0, 1))
+    monkeypatch.setattr(fused, "backend", SimpleNamespace(available=True))
+    capturing = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+
+    def found(x: Any, axis: Any = AXIS) -> bool:
+        return fused.gathers_aside(x, axis)
+
+    for word[0], on_gpu, on_cpu in ((None, True, False), ("hopper-128", True, False), ("plain", True, True), ("torch", False, False)):
+        assert (found(gpu), found(cpu)) == (on_gpu, on_cpu), word[0]
+    word[0] = "plain"
+    assert (
+        not found(cpu[:0])
+        and not found(cpu, SimpleNamespace(size=1, ranks=(0, 1)))
+        and not found(cpu, SimpleNamespace(size=2, ranks=(0, 8)))
+    )
+    capturing[0] = True
+    assert not found(gpu) and found(cpu)
+    capturing[0] = False
+    monkeypatch.setattr(fused, "backend", SimpleNamespace(available=False))
+    assert not found(gpu)
+
+
+def test_a_gather_that_cannot_be_shared_is_left_to_a_collective(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def start(x: torch.Tensor) -> Any:
+        raise SharingError("no room")
+
+    share = SimpleNamespace(refused="", start=start)
+    monkeypatch.setattr(fused, "gathers_aside", lambda x, axis: True)
+    monkeypatch.setattr(fused, "on_this_stream", lambda *given: share)
+    assert fused.gathered_aside(torch.zeros(2, 3), AXIS) is None
+    assert "no room; a collective gathers there" in caplog.text
+    share.refused, share.start = "no room", None
+    assert fused.gathered_aside(torch.zeros(2, 3), AXIS) is None, "it is not asked again"

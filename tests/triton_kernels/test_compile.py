@@ -103,6 +103,8 @@ KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         )
         for ranks in (2, 8)
     },
+    "tell ranks": ("signals", "tell_ranks_kernel", "*i64 i32 i32 i32", {"RANKS": 4}),
+    "wait for ranks": ("signals", "wait_for_ranks_kernel", "*i64 *i64 *i64 i32 i32 i32 i64", {"RANKS": 4}),
     "cross-entropy bfloat16": ("cross_entropy", "statistics_kernel", "*bf16" + SUMS.format("fp32"), RUNS | {"SMOOTHED": False}),
     "cross-entropy float16": ("cross_entropy", "statistics_kernel", "*fp16" + SUMS.format("fp32"), RUNS | {"SMOOTHED": True}),
     "cross-entropy float64": ("cross_entropy", "statistics_kernel", "*fp64" + SUMS.format("fp64"), RUNS | {"SMOOTHED": True}),
