@@ -29,7 +29,7 @@ struct Place {
 
 Numbers numbers_from(int first) {
   Numbers numbers(1000);
-  for (int& number : numbers) number = first++;
+  for (int& number : numbers) number = 0x7f000000 + first++;  // no byte of which is 0 in all of them
   return numbers;
 }
 
@@ -42,8 +42,11 @@ void flag_comes_after_all_numbers() {
   machine.hang("a copy", 100);  // the first is late
   copier.start(piece(source), {one.target(), two.target()}, 0xfffffff0u, computing.stream);
   EXPECT(one.flag == 0 && two.flag == 0);
+  machine.until_it_hangs("a copy");
+  machine.hang("a copy", 100);  // and then the second
+  one.wait_for(0xfffffff0u);
+  EXPECT(two.flag == 0);  // one after the other
   two.wait_for(0xfffffff0u);
-  EXPECT(one.flag == 0xfffffff0u);  // one after the other
   EXPECT(one.memory == source && two.memory == source);
 }
 
@@ -113,12 +116,36 @@ void thread_without_a_context_has_that_of_the_first() {
   Copier copier(machine.gpu);
   Place place;
   const Numbers source = numbers_from(3);
+  std::thread([&] { copier.start(piece(source), {place.target()}, 1, computing.stream); }).join();
+  std::thread([&] { copier.join(computing.stream); }).join();
+  const auto other = reinterpret_cast<Context>(2);
   std::thread([&] {
-    copier.start(piece(source), {place.target()}, 1, computing.stream);
+    machine.gpu->use(other);
     copier.join(computing.stream);
+    EXPECT(machine.gpu->context() == other);  // it stays
   }).join();
   computing.synchronize();
   EXPECT(place.flag == 1 && place.memory == source);
+}
+
+void threads_start_and_join_at_the_same_time() {
+  const Machine machine;
+  const Computing computing(machine);
+  Copier copier(machine.gpu);
+  Place place;
+  const Numbers source = numbers_from(3);
+  std::vector<std::thread> running;
+  for (int number = 0; number < 2; ++number)
+    running.emplace_back([&] {
+      machine.use_context();
+      for (int time = 0; time < 200; ++time) {
+        copier.start(piece(source), {place.target()}, 1, computing.stream);
+        copier.join(computing.stream);
+      }
+    });
+  for (std::thread& thread : running) thread.join();
+  computing.synchronize();
+  EXPECT(place.memory == source);
 }
 
 void call_that_fails_says_so() {
@@ -169,6 +196,7 @@ int main(int count, char** arguments) {
   RUN(starts_follow_each_other);
   RUN(nothing_is_copied_to_nowhere);
   RUN(thread_without_a_context_has_that_of_the_first);
+  RUN(threads_start_and_join_at_the_same_time);
   RUN(call_that_fails_says_so);
   RUN(nothing_is_left_behind);
   return failures;

@@ -106,12 +106,14 @@ def starter(
 
 
 def copier() -> Copier | None:
-    """A stream of the copy engines of the current GPU; None without the compiled part, and where the driver has no such functions."""
+    """A stream of the copy engines of the current GPU; None without the compiled part, and where the driver has no such functions: alike on
+    all ranks of a host. Raises GpuError, a RuntimeError, where this GPU refuses.
+    """
     if not available:
         return None
     try:
         return _C.Copier(driver())
-    except (_C.GpuError, _C.LibraryError) as error:
+    except _C.LibraryError as error:
         _say_once(f"the copy engines cannot be used: {error}")
         return None
 

@@ -21,18 +21,14 @@ def gradient_norm(shards: Iterable[torch.Tensor], mesh: Mesh, p: float = 2.0, *,
     if not p >= 1:
         raise ConfigError(f"p={p}", "a norm needs p of at least 1", "Use p=2.0, or p=float('inf') for the largest value")
     maximum = p == float("inf")
-    norms = _norms(shards, p, mesh.device)
-    total = norms.max() if maximum else norms.pow(p).sum()
-    total = total + 0.0 * _norms(copies, float("inf"), mesh.device).max()  # 0, or NaN
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for piece in shards:  # torch's _foreach_norm would be one pass over all, but its squares are float32's on GPUs: 1e30 has none
+        value = torch.linalg.vector_norm(piece, p, dtype=torch.float64)
+        total = torch.maximum(total, value) if maximum else total + value**p
+    for piece in copies:
+        total = total + 0.0 * torch.linalg.vector_norm(piece, float("inf"), dtype=torch.float64)  # 0, or NaN
     rows = gather_rows(total, mesh.all)[:, 0]
     return rows.amax() if maximum else rows.sum() ** (1 / p)
-
-
-def _norms(pieces: Iterable[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
-    """0 and those of the pieces, float64: on GPUs in one pass, which `vector_norm` does not do, since it converts each piece before."""
-    filled = [piece for piece in pieces if piece.numel()]
-    found = torch._foreach_norm(filled, p, dtype=torch.float64) if filled else []
-    return torch.stack([torch.zeros((), dtype=torch.float64, device=device), *found])
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

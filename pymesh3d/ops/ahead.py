@@ -37,9 +37,10 @@ class Input:
 
 
 def remember(x: torch.Tensor, axis: Axis, trained: bool) -> Input | None:
-    """For the next row-parallel layer along this axis. Not where hooks keep something else in place of x (to compute it again, or on the
-    host): whether it is here then is not the same on all ranks.
+    """For the next row-parallel layer along this axis, which shall not find an earlier one. Not where hooks keep something else in place of
+    x (to compute it again, or on the host): whether it is here then is not the same on all ranks.
     """
+    take(_name(axis))
     if not trained or not gathers_aside(x, axis) or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return None
     one = Input(x, axis)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,6 +123,60 @@ def given_up() -> bool:
 @needs_kernels
 def test_one_that_was_given_up_is_waited_for(ranks: Ranks) -> None:
     assert ranks(2, given_up) == [True] * 2
+
+
+def with_a_recorded_copier() -> bool:
+    """What the compiled part is asked for, on rank 1 of 3: where all go, in order, and who is told; again when the memory has grown."""
+    mesh = init_mesh(tp=3, device="cpu")
+    asked: list[Any] = []
+    record = SimpleNamespace(start=lambda *given: asked.append(given), join=lambda *given: asked.append("join"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "wait_for_ranks", lambda *given: asked.append(given))
+        patch.setattr(module, "raw_stream", lambda device: 5)
+        patch.setattr(torch.cuda, "synchronize", lambda *given: None)
+        share = CopiedGather("gather", mesh.tp, mesh.device)
+        share._copier = record  # type: ignore[assignment]
+        for size, calls in ((10, 0), (10, 2**32 - 1), (5000, 0)):
+            share._calls = calls or share._calls
+            x = torch.arange(size, dtype=torch.float64)
+            share.start(x).wait()
+            slots = share.slots(1, 1)
+            call = {0: 1}.get(calls, 2**32)
+            begin = call % 2 * slots.size + mesh.rank * 8 * size
+            order = [(mesh.rank + turn) % 3 for turn in (1, 2, 3)]
+            flags = [0 if rank == mesh.rank else share.flag_address(rank) for rank in order]
+            assert share._flags is not None
+            mine = share._flags.addresses[order[0]].item() + 4 * mesh.rank * slots.length
+            assert flags[0] == mine and flags[2] == 0
+            places = [(share.parts[rank].data_ptr() + begin, flag) for rank, flag in zip(order, flags, strict=True)]
+            assert asked[0] == (x.data_ptr(), 8 * size, places, call % 2**32, 5)
+            assert asked[1] == "join"
+            assert asked[2] == (slots.flags, share.counters, mesh.rank, slots.length, as_int32(call), 300.0)
+            asked.clear()
+    mesh.close()
+    return True
+
+
+def test_what_the_copy_engines_are_asked_for(ranks: Ranks) -> None:
+    assert ranks(3, with_a_recorded_copier) == [True] * 3
+
+
+def many_flags() -> bool:
+    """Each rank's flags lie apart, where there are several."""
+    mesh = init_mesh(tp=3, device="cpu")
+    share = CopiedGather("gather", mesh.tp, mesh.device)
+    share.slots(8, 3)
+    for call in range(4):
+        found = share.start(part(mesh.rank, call, (2,), mesh.device)).wait()
+        assert torch.equal(found, torch.cat([part(rank, call, (2,), mesh.device) for rank in range(3)]))
+    share.check()
+    mesh.close()
+    return True
+
+
+@needs_kernels
+def test_flags_of_ranks_lie_apart(ranks: Ranks) -> None:
+    assert ranks(3, many_flags) == [True] * 3
 
 
 def test_a_number_of_32_bits() -> None:

@@ -93,7 +93,8 @@ def test_a_gradient_that_nobody_needs_is_not_computed(monkeypatch: pytest.Monkey
 
 def test_where_copy_engines_gather(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one host, more than one rank, something, eager, with kernels, and not where torch is asked for; on the CPU where `plain` is."""
-    cpu, gpu = torch.zeros(2, 3), SimpleNamespace(device=SimpleNamespace(type="cuda"), numel=lambda: 6)
+    cpu, gpu = torch.zeros(2, 3), SimpleNamespace(device=SimpleNamespace(type="cuda"), numel=lambda: count[0], element_size=lambda: 2)
+    count = [4 << 20]
     word: list[str | None] = [None]
     monkeypatch.setattr(fused, "forced", lambda: word[0])
     monkeypatch.setattr(fused, "on_one_host", lambda ranks: ranks == (0, 1))
@@ -115,8 +116,21 @@ def test_where_copy_engines_gather(monkeypatch: pytest.MonkeyPatch) -> None:
     capturing[0] = True
     assert not found(gpu) and found(cpu)
     capturing[0] = False
+    count[0] -= 1
+    assert not found(gpu), "less than 8 MiB"
+    count[0] += 1
+    assert found(gpu)
     monkeypatch.setattr(fused, "backend", SimpleNamespace(available=False))
     assert not found(gpu)
+
+
+def test_an_input_is_gathered_for_a_weight_that_is_trained_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("gathered_aside", "gather_tokens"):
+        monkeypatch.setattr(products, name, None)
+    monkeypatch.setattr(products, "scattered_product", lambda grad_y, weight, axis: grad_y @ weight.t())
+    y, x, weight = torch.ones(4, 3), torch.ones(2, 5), torch.ones(3, 5)
+    found = products.column_backward(y, x, weight, None, (None, None), AXIS, True, (True, False, False), None)
+    assert found[0] is not None and found[0].shape == (4, 5) and found[1] is None
 
 
 def test_a_gather_that_cannot_be_shared_is_left_to_a_collective(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

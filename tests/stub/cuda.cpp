@@ -178,6 +178,7 @@ Status stream_destroy(void* stream) {
 Status stream_wait_event(void* stream, void* event, unsigned flags) {
   if (flags != 0) die("a wait with flags");
   if (told_to_fail("cuStreamWaitEvent")) return launch_failed;
+  if (!context) return invalid_context;
   Held held(lock);
   const Position position = find_event(event);
   held.unlock();
@@ -217,6 +218,7 @@ Status event_destroy(void* event) {
 
 Status event_record(void* event, void* stream) {
   if (told_to_fail("cuEventRecord")) return launch_failed;
+  if (!context) return invalid_context;
   const Held held(lock);
   find_event(event) = now_on(stream);
   return success;

@@ -59,6 +59,7 @@ def test_tiles_of_this_rank_come_later_than_the_parts_that_they_wait_for(tiles: 
 def test_own_tiles_come_a_wave_later() -> None:
     assert late_by(2, 8192, 4096, 7168, LARGE, 132) == 132, "what the programs compute at once"
     assert late_by(4, 4096, 8192, 2048, LARGE, 132) == 44, "the others have three tiles in the time of one"
-    assert late_by(2, 1024, 4096, 8192, LARGE, 128) == 128, "no more than there are"
+    assert late_by(2, 1024, 2048, 8192, LARGE, 128) == 64, "no more than there are"
+    assert late_by(4, 4096, 8192, 2048, LARGE, 130) == 44 and late_by(2, 8192, 2048, 1024, SMALL, 64) == 1024
     assert late_by(2, 8192, 2048, 1024, SMALL, 132) == 132 and late_by(2, 8192, 2048, 1536, SMALL, 132) == 132
     assert late_by(2, 8192, 4096, 2048, SMALL, 132) == 2048, "small tiles come last, where the link is fast enough"
