@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import itertools
 import time
+import weakref
 from collections.abc import Iterable
 from typing import Any, NoReturn, Protocol
 
@@ -81,8 +82,15 @@ class Axis:
 
     @staticmethod
     def of(name: str, line: DeviceMesh) -> Axis:
-        """The axis that a one-dimensional DeviceMesh stands for."""
-        return Axis(name, line.get_local_rank(), tuple(dist.get_process_group_ranks(line.get_group())), line.get_group())
+        """The axis that a one-dimensional DeviceMesh stands for: one for all layers over its group, which share memory by their axis."""
+        group = line.get_group()
+        one = _of_groups.get(group)
+        if one is None or one.name != name:
+            one = _of_groups[group] = Axis(name, line.get_local_rank(), tuple(dist.get_process_group_ranks(group)), group)
+        return one
+
+
+_of_groups: weakref.WeakValueDictionary[dist.ProcessGroup, Axis] = weakref.WeakValueDictionary()  # each goes with its layers
 
 
 class named:

@@ -312,6 +312,9 @@ def from_device_meshes() -> None:
     expected = plain(x)[:, own(N, mesh)]
     for accepted in (mesh, mesh["tp"], two, two["tp"], mesh.device_mesh, mesh.tp):
         assert_near({"y": ColumnParallelLinear.from_linear(plain, mesh=accepted)(x)}, {"y": expected})
+    layers = [ColumnParallelLinear(K, N, mesh=two), RowParallelLinear(K, N, mesh=two["tp"]), ColumnParallelLinear(K, N, mesh=two["tp"])]
+    assert len({id(layer.axis) for layer in layers}) == 1, "they share what their axis has"
+    assert len(layers[0].axis.ranks) == 2 and layers[0].axis.group is two["tp"].get_group()
     with pytest.raises(ConfigError, match=r"DeviceMesh with dims 2: no dim called 'tp'\. Name it 'tp', or hand over a one-dim"):
         ColumnParallelLinear(K, N, mesh=unnamed)
     with pytest.raises(ConfigError, match="no dim called 'tp'"):
