@@ -407,7 +407,7 @@ def test_a_frozen_rank_is_waited_for_no_longer_than_the_timeout() -> None:
         assert 2 < time.monotonic() - began < 15
         assert until(lambda: all(map(gone, pids)), 1)
     assert one.process.returncode == 1
-    assert re.search(r"\[rank 0\] pymesh3d: rank 0: [\w-]+ over axis \w+ with ranks \[1\] failed after 3\.\d s: ", errors)
+    assert re.search(r"\[rank 0\] pymesh3d: rank 0: [\w -]+ over axis \w+ with ranks \[1\] failed after 3\.\d s: ", errors)
     assert "pymesh3d: rank 0 ended with exit code 1; stopping the others" in errors and "Traceback" not in errors
 
 
