@@ -9,7 +9,7 @@ import torch
 from pymesh3d.axis import Axis, named
 from pymesh3d.comm.collectives import Pending
 from pymesh3d.comm.native import copier
-from pymesh3d.comm.workspace import Workspace
+from pymesh3d.comm.workspace import Workspace, raw_stream
 from pymesh3d.triton_kernels.matmul_reduce_scatter import Slots
 from pymesh3d.triton_kernels.signals import tell_ranks, wait_for_ranks
 
@@ -100,8 +100,3 @@ class CopiedGather(Workspace):
 def as_int32(number: int) -> int:
     """Its last 32 bits."""
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
-
-
-def raw_stream(device: torch.device) -> int:
-    """The current one of a GPU, 0 on the CPU."""
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0

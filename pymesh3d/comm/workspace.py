@@ -153,12 +153,16 @@ def workspace(op: str, axis: Axis, device: torch.device) -> Workspace:
 
 def on_this_stream(kind: type[Kind], op: str, axis: Axis, device: torch.device) -> Kind:
     """The workspace of a kind that belongs to an op along an axis, on the current stream. It goes with the mesh."""
-    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
     def make() -> Kind:
         made = kind(op, axis, device)
         axis.watched.insert(0, made)  # which keeps it
         return made
 
-    one: Kind = found_or_made(f"{op} over {axis.key} on stream {stream}", make)
+    one: Kind = found_or_made(f"{op} over {axis.key} on stream {raw_stream(device)}", make)
     return one
+
+
+def raw_stream(device: torch.device) -> int:
+    """The current one of a GPU, 0 on the CPU."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0

@@ -10,8 +10,9 @@ from torch.utils.weak import TensorWeakRef
 
 from pymesh3d.axis import Axis
 from pymesh3d.comm.collectives import Pending
-from pymesh3d.comm.copies import Copied, raw_stream
+from pymesh3d.comm.copies import Copied
 from pymesh3d.comm.registry import register, take
+from pymesh3d.comm.workspace import raw_stream
 from pymesh3d.ops.fused import gathered_aside, gathers_aside
 
 

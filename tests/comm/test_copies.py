@@ -31,6 +31,11 @@ def part(rank: int, call: int, shape: tuple[int, ...], device: torch.device) -> 
     return (torch.arange(count, dtype=torch.float64) + 1000.0 * rank + 100_000.0 * call).view(shape).to(device)
 
 
+def whole(ranks: int, call: int, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """What all have then."""
+    return torch.cat([part(rank, call, shape, device) for rank in range(ranks)])
+
+
 def gathered(device: str, first: int = 0) -> bool:
     """Call after call, right on every rank though by turns one comes late, or reads late, and what it gave is written over at once.
 
@@ -60,7 +65,7 @@ def gathered(device: str, first: int = 0) -> bool:
         pause(late, mesh.device)
         assert result.shape == (axis.size * shape[0], *shape[1:]) and not pending.superseded
         found.append(result.clone())
-        expected.append(torch.cat([part(rank, call, shape, mesh.device) for rank in range(axis.size)]))
+        expected.append(whole(axis.size, call, shape, mesh.device))
     assert all(torch.equal(mine, right) for mine, right in zip(found, expected, strict=True))
     share.check()
     share.start(part(axis.rank, 0, (4,), mesh.device))  # which is under way when the mesh is closed
@@ -114,8 +119,8 @@ def given_up() -> bool:
         time.sleep(0.2)
     pending = share.start(part(mesh.rank, 2, (4,), mesh.device))
     assert forgotten._finish is None and forgotten.superseded and pending._finish is not None and not pending.superseded
-    assert torch.equal(forgotten.wait(), torch.cat([part(rank, 1, (4,), mesh.device) for rank in range(2)]))
-    assert torch.equal(pending.wait(), torch.cat([part(rank, 2, (4,), mesh.device) for rank in range(2)]))
+    assert torch.equal(forgotten.wait(), whole(2, 1, (4,), mesh.device))
+    assert torch.equal(pending.wait(), whole(2, 2, (4,), mesh.device))
     mesh.close()
     return True
 
@@ -168,7 +173,7 @@ def many_flags() -> bool:
     share.slots(8, 3)
     for call in range(4):
         found = share.start(part(mesh.rank, call, (2,), mesh.device)).wait()
-        assert torch.equal(found, torch.cat([part(rank, call, (2,), mesh.device) for rank in range(3)]))
+        assert torch.equal(found, whole(3, call, (2,), mesh.device))
     share.check()
     mesh.close()
     return True
