@@ -111,8 +111,6 @@ def give_rows(  # type: ignore[no-untyped-def]
     mine = gl.load(flags + rank).to(gl.pointer_type(gl.int32))
     counts = mine + rank * length + 1
     strip = take_job(calls, 1)
-    if strip == 0:
-        signal_others(flags, rank, rank * length, call, RANKS)
     if strip < runs * across:
         for following in gl.static_range(1, RANKS):
             other = (rank + following) % RANKS
@@ -167,6 +165,8 @@ def load_gathered_tiles(  # type: ignore[no-untyped-def]
     whole = 0  # bit `turn`: all rows of rank + turn are known to have come
     more = 1
     job = take_job(calls, 0)
+    if job == 0:  # this rank's slots may be written: the sooner others know, the sooner rows come
+        signal_others(flags, rank, rank * length, call, RANKS)
     while more > 0:
         mixed = job - lead * down
         late = mixed - (across - lead) * down * RANKS
@@ -306,8 +306,8 @@ class Shares(NamedTuple):
 def shares(ranks: int, rows: int, cols: int, depth: int, tiles: Tiles, running: int) -> Shares:
     """Rows must not be on their way still when this rank's are done, so programs give twice as fast as that takes; and so many columns come
     first as are multiplied in the meantime. All do where the rows do not fit into the cache together; otherwise b is read once for those
-    that come with the others. Those give that take their first tile last, since other ranks' rows may be in it. Where no program has more
-    than one tile, those give that would wait.
+    that come with the others. Those give that take their first tile last, since other ranks' rows may be in it; there is a strip for each
+    that would only wait otherwise. Where no program has more than one tile, none but these give.
     """
     down, across = -(-rows // (2 * tiles.half)), -(-cols // tiles.n)
     blocks, held = -(-depth // tiles.k), 1 + tiles.n // (2 * tiles.half)
@@ -323,7 +323,7 @@ def shares(ranks: int, rows: int, cols: int, depth: int, tiles: Tiles, running: 
     givers = min(running, MOST_GIVERS, max(LEAST_GIVERS, math.ceil(2 * sent / own / GIVEN)))
     rounds = math.ceil(1.2 * (LATENCY + sent / min(LINK, givers * GIVEN)) / job)
     lead = across if down > GROUP else min(across, -(-running * rounds // down))
-    return Shares(strip(2 * givers), narrow, running - givers, givers, lead)
+    return Shares(strip(max(2 * givers, running - down * across)), narrow, running - givers, givers, lead)
 
 
 def prepare(

@@ -22,6 +22,7 @@ def gradient_norm(shards: Iterable[torch.Tensor], mesh: Mesh, p: float = 2.0, *,
         raise ConfigError(f"p={p}", "a norm needs p of at least 1", "Use p=2.0, or p=float('inf') for the largest value")
     maximum = p == float("inf")
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    shards, copies = ([piece for piece in pieces if piece.numel()] for pieces in (shards, copies))  # on GPUs torch refuses empty ones
     for piece in shards:  # torch's _foreach_norm would be one pass over all, but its squares are float32's on GPUs: 1e30 has none
         value = torch.linalg.vector_norm(piece, p, dtype=torch.float64)
         total = torch.maximum(total, value) if maximum else total + value**p

@@ -196,6 +196,20 @@ def test_a_copy_counts_only_if_it_is_not_finite(ranks: Ranks) -> None:
         assert len(others) == 4 and all(math.isnan(norm) for norm in others)
 
 
+def norms_of_empty_pieces() -> list[float]:
+    """A rank may hold nothing of some parameter: of no numbers, and of them beside 3 and -4."""
+    mesh = init_mesh(device="cpu")
+    nothing, some = torch.empty(0), torch.tensor([3.0, -4.0])
+    kinds = [([nothing], []), ([nothing, some], [nothing, some])]
+    found = [gradient_norm(pieces, mesh, p, copies=copies).item() for pieces, copies in kinds for p in (2.0, math.inf)]
+    mesh.close()
+    return found
+
+
+def test_an_empty_piece_counts_nothing(ranks: Ranks) -> None:
+    assert ranks(1, norms_of_empty_pieces) == [[0.0, 0.0, 5.0, 4.0]]
+
+
 def norm_of_fine_numbers() -> tuple[float, float]:
     """Of float32 gradients 1 and 2**-13, and of three of 1e30: their squares do not fit into float32."""
     mesh = init_mesh(device="cpu")

@@ -74,4 +74,5 @@ def test_more_programs_give_where_there_is_less_to_multiply() -> None:
     assert shares(2, 256, 28672, 8192, LARGE, 132).lead == 66, "as many as 132 programs multiply at once"
     assert shares(2, 4096, 14336, 4096, LARGE, 132).lead == 56, "all, of many rows"
     assert shares(2, 256, 3072, 4096, SMALL, 132) == (2, 2, 0, 0, 24), "84 programs without a tile of these 2 runs of rows give 64 strips"
+    assert shares(2, 256, 5120, 8192, SMALL, 132).width == 4, "52 programs would wait for 80 of their tiles: 64 strips"
     assert shares(2, 1024, 4096, 8192, LARGE, 132) == (51, 3, 122, 10, 16)
