@@ -7,7 +7,6 @@ H heads, G KV heads, E head width, F ffn width, V vocabulary. Sequence-major ord
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from pymesh3d.config import ModelConfig
 from pymesh3d.initial import fill_
 from pymesh3d.models.dropout import Dropout, Masks
+from pymesh3d.models.norm import ResidualNorm, RMSNorm
 from pymesh3d.models.recompute import computed_again
 from pymesh3d.ops.rotary import Angles, angles, rotary
 from pymesh3d.ops.swiglu import swiglu
@@ -78,19 +78,19 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, name: str, **options: Any) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps, **options)
+        self.attention_norm = ResidualNorm(config.dim, eps=config.norm_eps, **options)
         self.attention = Attention(config, **options)
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps, **options)
+        self.ffn_norm = ResidualNorm(config.dim, eps=config.norm_eps, **options)
         self.ffn = FeedForward(config, **options)
         self.attention_dropout = Dropout(f"{name}.attention")
         self.ffn_dropout = Dropout(f"{name}.ffn")
 
     def forward(self, h: torch.Tensor, batch: int, rope: Angles, masks: Masks | None = None, thrifty: bool = False) -> torch.Tensor:
         """h [T, D] -> [T, D]. `thrifty`: for backward, norms and activations are computed again."""
-        with computed_again(self.attention_norm, h) if thrifty else nullcontext(self.attention_norm(h)) as x:
+        with self.attention_norm.within(h, thrifty=thrifty) as (h, x):
             y: torch.Tensor = self.attention(x, rope)
-        h = h + (y if masks is None else self.attention_dropout(y, batch, masks))
-        with computed_again(self.ffn_norm, h) if thrifty else nullcontext(self.ffn_norm(h)) as x:
+        y = y if masks is None else self.attention_dropout(y, batch, masks)
+        with self.ffn_norm.within(h, y, thrifty=thrifty) as (h, x):
             y = self.ffn(x, thrifty)
         return h + (y if masks is None else self.ffn_dropout(y, batch, masks))
 
@@ -110,7 +110,7 @@ class Llama(nn.Module):
         self.embed: nn.Module | None = nn.Embedding(config.vocab, config.dim, device=device, dtype=dtype)
         self.embed_dropout = Dropout("embed")
         self.layers = nn.ModuleDict({str(i): Block(config, f"layers.{i}", **options) for i in range(config.layers)})
-        self.norm: nn.Module | None = nn.RMSNorm(config.dim, eps=config.norm_eps, device=device, dtype=dtype)
+        self.norm: nn.Module | None = RMSNorm(config.dim, eps=config.norm_eps, device=device, dtype=dtype)
         self.head: nn.Module | None = nn.Linear(config.dim, config.vocab, bias=False, device=device, dtype=dtype)
         if config.tied:
             self.head.weight = self.embed.weight

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pymesh3d.ops.function import first_order
+from pymesh3d.ops.function import first_order, owned
 from pymesh3d.triton_kernels import rms_norm as kernel
 from pymesh3d.triton_kernels.precision import compute_dtype
 
@@ -26,20 +26,26 @@ class _RMSNorm(torch.autograd.Function):
 
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        h, y, inverse_rms = kernel.add_rms_norm(x, added, weight, eps)
+    def forward(
+        ctx: Any, x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if added is None:
+            h, (y, inverse_rms) = owned(x), kernel.rms_norm(x, weight, eps)
+        else:
+            h, y, inverse_rms = kernel.add_rms_norm(x, added, weight, eps)
         ctx.save_for_backward(h, weight, inverse_rms)
+        ctx.summed = added is not None
         ctx.set_materialize_grads(False)  # the last h of a model goes nowhere else
         return h, y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_h: torch.Tensor | None, grad_y: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if grad_y is None:
-            return grad_h, grad_h, None, None
-        h, weight, inverse_rms = ctx.saved_tensors
-        grad, grad_weight = kernel.rms_norm_backward(grad_y, h, weight, inverse_rms, grad_h)
-        return grad, grad, grad_weight, None
+        grad, grad_weight = grad_h, None
+        if grad_y is not None:
+            h, weight, inverse_rms = ctx.saved_tensors
+            grad, grad_weight = kernel.rms_norm_backward(grad_y, h, weight, inverse_rms, grad_h)
+        return grad, grad if ctx.summed else None, grad_weight, None
 
 
 # The same as operators, for compiled graphs only: see `library`.
@@ -91,10 +97,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return y
 
 
-def add_rms_norm(x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """h = x + added [..., D], in their dtype, and `rms_norm` of h. h is kept for backward, so it must not be changed in place before it."""
-    if torch.compiler.is_compiling():
-        h, y, _ = _add_rms_norm(x, added, weight, eps)
-    else:
+def add_rms_norm(x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """h = x + added [..., D], in their dtype, and `rms_norm` of h. Without `added`, h is x: backward then adds up the gradients of both on
+    its way, if what comes after reads this h in place of x. h is kept for backward, so it must not be changed in place before it.
+    """
+    if not torch.compiler.is_compiling():
         h, y = _AddRMSNorm.apply(x, added, weight, eps)
+    elif added is None:
+        h, y = x, _rms_norm(x, weight, eps)[0]
+    else:
+        h, y, _ = _add_rms_norm(x, added, weight, eps)
     return h, y

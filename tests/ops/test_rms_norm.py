@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from pymesh3d.errors import ConfigError
+from pymesh3d.ops import rms_norm as rms
 from pymesh3d.ops.rms_norm import add_rms_norm, rms_norm
 from tests import kernels
 from tests.kernels import DEVICE
@@ -35,6 +36,11 @@ def normalized_sum(x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor) -
     return add_rms_norm(x, added, weight, EPS)
 
 
+def normalized_stream(x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    h, y = add_rms_norm(x, None, weight, EPS)
+    return h + 0 * added, y
+
+
 def plain(x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (F.rms_norm(x, (WIDTH,), weight, EPS) + 0 * added,)
 
@@ -44,10 +50,15 @@ def plain_sum(x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor) -> tup
     return h, F.rms_norm(h, (WIDTH,), weight, EPS)
 
 
-PAIRS = [(normalized, plain), (normalized_sum, plain_sum)]
+def plain_stream(x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x + 0 * added, F.rms_norm(x, (WIDTH,), weight, EPS)
 
 
-@pytest.mark.parametrize("ours", [normalized, normalized_sum])
+PAIRS = [(normalized, plain), (normalized_sum, plain_sum), (normalized_stream, plain_stream)]
+OURS = [ours for ours, _ in PAIRS]
+
+
+@pytest.mark.parametrize("ours", OURS)
 def test_gradients_are_those_of_the_function(ours: Any) -> None:
     assert torch.autograd.gradcheck(ours, inputs())
 
@@ -68,12 +79,13 @@ def test_as_torch_eager_and_compiled(ours: Any, theirs: Any, compiled: bool) -> 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("used", [0, 1])
-def test_a_sum_of_which_one_result_goes_nowhere(used: int, compiled: bool) -> None:
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS[1:])
+def test_of_which_one_result_goes_nowhere(ours: Any, theirs: Any, used: int, compiled: bool) -> None:
     given = inputs()
-    run = torch.compile(normalized_sum, fullgraph=True, backend="aot_eager") if compiled else normalized_sum
+    run = torch.compile(ours, fullgraph=True, backend="aot_eager") if compiled else ours
     grad = noise(2, 3, WIDTH, seed=3)
     found = torch.autograd.grad(run(*given)[used], given, grad, allow_unused=True, materialize_grads=True)
-    expected = torch.autograd.grad(plain_sum(*given)[used], given, grad, allow_unused=True, materialize_grads=True)
+    expected = torch.autograd.grad(theirs(*given)[used], given, grad, allow_unused=True, materialize_grads=True)
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one, other, rtol=1e-13, atol=1e-13)
 
@@ -110,9 +122,24 @@ def test_what_is_normalized_may_be_changed_in_place_but_not_what_backward_needs(
     h.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+    stream = x * 2.0
+    _, y = add_rms_norm(stream, None, weight, EPS)
+    stream.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
-@pytest.mark.parametrize("ours", [normalized, normalized_sum])
+def test_gradients_of_a_stream_are_added_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by autograd, in a pass of its own."""
+    given, calls = [], rms.kernel.rms_norm_backward
+    monkeypatch.setattr(rms.kernel, "rms_norm_backward", lambda *inputs: given.append(inputs) or calls(*inputs))
+    x, _, weight = inputs()
+    h, y = add_rms_norm(x, None, weight, EPS)
+    (3.0 * h + y).sum().backward()
+    assert len(given) == 1 and torch.equal(given[0][-1], torch.full_like(x, 3.0))
+
+
+@pytest.mark.parametrize("ours", OURS)
 def test_a_second_derivative_is_refused(ours: Any) -> None:
     given = inputs()
     (grad,) = torch.autograd.grad(ours(*given)[-1].square().sum(), given[0], create_graph=True)
