@@ -56,16 +56,18 @@ COLUMNS = {
 
 
 def cases(world: int, model: ModelConfig, length: int) -> list[dict[str, Any]]:
-    """The layouts of so many ranks, each as it is and with compiled layers; pipelines with 1F1B and interleaved."""
+    """The layouts of so many ranks, each as it is and with compiled layers; pipelines with 1F1B, interleaved, and uncompiled with ZB-H1."""
     found: list[dict[str, Any]] = []
     for tp in (1, 2, 4, 8):
         for pp in (1, 2, 4, 8):
             if world % (tp * pp):
                 continue
             layout = {"tp": tp, "pp": pp, "dp": world // tp // pp}
-            schedules = [{"schedule": "1f1b"}] + ([{"schedule": "interleaved", "virtual_pp": 2}] if pp > 1 else [])
+            schedules: list[dict[str, Any]] = [{"schedule": "1f1b"}]
+            if pp > 1:
+                schedules += [{"schedule": "interleaved", "virtual_pp": 2}, {"schedule": "zb-h1"}]
             for schedule in schedules:
-                for compiled in (False, True):
+                for compiled in (False,) if schedule["schedule"] == "zb-h1" else (False, True):
                     micro_batch = max(1, SEQUENCES * world // layout["dp"] // (4 * pp))
                     train: dict[str, Any] = {
                         **schedule,
@@ -84,7 +86,7 @@ def name(case: dict[str, Any]) -> str:
     """A case in words."""
     sizes = " x ".join(f"{axis} {size}" for axis, size in case["layout"].items() if size > 1) or "one rank"
     train = case["train"]
-    words = [sizes, *(["interleaved"] if train["schedule"] == "interleaved" else []), *(["compiled"] if train["compile"] else [])]
+    words = [sizes, *([train["schedule"]] if train["schedule"] != "1f1b" else []), *(["compiled"] if train["compile"] else [])]
     return ", ".join(words)
 
 

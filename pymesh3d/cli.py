@@ -49,7 +49,11 @@ BENCHMARKS = (
 PRODUCTS = ("all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter")  # that talk to other ranks
 RANKS_OF_A_CORE = 32  # at most: more than that is a slip of the pen
 NOT_YET = {  # option: what it can be, what it cannot be yet, and what to do instead
-    "schedule": (SCHEDULES, "gpipe, 1f1b and interleaved are here; zero-bubble schedules are not available yet", "Use --schedule 1f1b"),
+    "schedule": (
+        SCHEDULES,
+        "gpipe, 1f1b, interleaved and zb-h1 are here; other zero-bubble schedules are not available yet",
+        "Use --schedule zb-h1",
+    ),
     "zero_stage": (
         (0, 1),
         "0 and 1 are here; 2 and 3 are not available yet",

@@ -202,7 +202,7 @@ MODELS = {
 
 DTYPES = ("float32", "bfloat16", "float64")
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64", "fp16": "float16"}
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -272,6 +272,9 @@ class TrainConfig:
         if self.compile and self.recompute == "selective":
             rule = "the compiler decides itself what a layer keeps"
             raise ConfigError("recompute='selective', compile=True", rule, "Use recompute='full', or compile=False")
+        if self.compile and self.schedule == "zb-h1":
+            rule = "a compiled layer computes the gradients of inputs and weights together, which this schedule takes apart"
+            raise ConfigError("schedule='zb-h1', compile=True", rule, "Use schedule='1f1b', or compile=False")
         for name in ("lr", "weight_decay", "eps"):
             require_number(name, getattr(self, name), default=_default(self, name))
         if not is_dropout_rate(self.dropout):

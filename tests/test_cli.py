@@ -101,7 +101,7 @@ REFUSALS = {
     "train --tp 2 --sequence-parallel --seq 7": "--seq 7, --tp 2, --sequence-parallel: .* Use --seq 8, or no --sequence-parallel",
     "train --model nope": ".*nope.* neither a known name nor a file that exists. Use one of tiny,",
     "train --dtype fp16": "--dtype float16: fp16 needs loss scaling, .* Use --dtype bfloat16: same",
-    "train --schedule zb": "--schedule zb: gpipe, 1f1b and interleaved are here; zero-bubble .* not available yet. Use --schedule 1f1b",
+    "train --schedule zb": "--schedule zb: gpipe, 1f1b, interleaved and zb-h1 are here; other .* not available yet. Use --schedule zb-h1",
     "train --pp 2 --virtual-pp 2": "--schedule 1f1b, --virtual-pp 2: .* Use --schedule interleaved with --virtual-pp 2, or ",
     "train --pp 2 --schedule interleaved --virtual-pp 1": "--schedule interleaved, --virtual-pp 1: .* Use --schedule interleaved with --v",
     "train --pp 4 --schedule interleaved --virtual-pp 2": '"layers": 4, --pp 4, --virtual-pp 2: .* at least one layer. Use --pp 2 or less',

@@ -274,6 +274,7 @@ def test_divisors() -> None:
         (TrainConfig, {"dropout": float("nan")}, "dropout=nan: it must be 0, or"),
         (TrainConfig, {"dropout": -0.1}, "dropout=-0.1: it must be 0, or"),
         (TrainConfig, {"dropout": True}, "dropout=True: it must be 0, or"),
+        (TrainConfig, {"schedule": "zb-h1", "compile": True}, "schedule='zb-h1', compile=True: a compiled layer computes"),
         (TrainConfig, {"recompute": "selective", "compile": True}, "recompute='selective', compile=True: the compiler decides itself"),
         (TrainConfig, {"eps": True}, "eps=True: eps must be a finite number of at least 0"),
         (TrainConfig, {"betas": None}, "betas=None: betas must be two numbers"),

@@ -45,6 +45,7 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any], dict[str, int]]] = [
     (SMALL, {"dropout": 0.3, "sequence_parallel": True, "recompute": "full"}, {"tp": 2, "dp": 2}),
     (TIED, {"dropout": 0.1, "micro_batch": 5}, {"pp": 2, "tp": 2}),  # two microbatches of 4
     (SMALL, {"dropout": 0.3, "schedule": "interleaved", "virtual_pp": 2, "recompute": "full"}, {"pp": 2, "dp": 2}),
+    (TIED, {"schedule": "zb-h1", "micro_batch": 1, "sequence_parallel": True}, {"pp": 2, "tp": 2}),
 ]
 
 

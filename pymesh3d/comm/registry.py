@@ -32,6 +32,11 @@ def take(name: str) -> Any:
     return _named.pop(name, None)
 
 
+def known(name: str) -> Any:
+    """What is registered under this name, None if nothing is."""
+    return _named.get(name)
+
+
 def find(name: str) -> Any:
     """What is registered under this name. Raises ConfigError where that is gone."""
     try:

@@ -6,6 +6,7 @@ sequence_parallel each rank of the axis holds T / ranks of them, otherwise all.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from pymesh3d.ops import library
 from pymesh3d.ops.accumulate import add_grad
 from pymesh3d.ops.function import first_order, owned
 from pymesh3d.ops.products import COLUMN, ROW, Buffers, Product, gather_tokens, scatter_tokens
+from pymesh3d.ops.split import left_for_later
 
 
 class _Linear(torch.autograd.Function):
@@ -39,7 +41,13 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *ctx.backward_of(grad_y, *ctx.saved_tensors, *ctx.options, ctx.needs_input_grad, ctx.ahead), None, None, None, None
+        gradients = functools.partial(ctx.backward_of, grad_y, *ctx.saved_tensors, *ctx.options)
+        of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
+        ahead, (weight_buffer, _) = ctx.ahead, ctx.options[0]
+        if of_weight and weight_buffer is not None and (left := left_for_later()) is not None:
+            left.add(functools.partial(gradients, (False, True, False), None))  # what tokens it needs it gathers then
+            of_weight, ahead = False, None
+        return *gradients((of_x, of_weight, of_bias), ahead), None, None, None, None
 
 
 class _VocabLookup(torch.autograd.Function):

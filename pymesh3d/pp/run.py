@@ -35,6 +35,7 @@ def run(
     device = microbatches[0].ids.device
     loss = torch.zeros((), dtype=torch.float64, device=device)
     made: dict[Action, torch.Tensor | None] = {}  # by F and B, until it is sent
+    split = {action.stage for action, *_ in steps if action.kind == "W"}  # stages whose backwards are taken in two
     links_of = {"RF": links.before, "SB": links.before, "SF": links.after, "RB": links.after}
     try:
         for action, *others in steps:
@@ -50,7 +51,9 @@ def run(
                         made[Action("SF", number, action.stage)] = output
                 case "B":
                     grad = None if stage.last else _open(links.after).take()
-                    made[Action("SB", number, action.stage)] = stage.backward(number, grad)
+                    made[Action("SB", number, action.stage)] = stage.backward(number, grad, split=action.stage in split)
+                case "W":
+                    stage.weights(number)
                 case "RF" | "RB" | "SF" | "SB":
                     _transfer(_open(links_of[action.kind]), (action, *others), made, microbatches)
                 case _:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from pymesh3d.ops.split import Weights, weights_apart
 
 Module = Callable[..., torch.Tensor]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -38,6 +41,7 @@ class Stage:
     def __init__(self, module: Module, *, first: bool, last: bool, loss: Loss) -> None:
         self.module, self.first, self.last, self._loss = module, first, last, loss
         self._in_flight: dict[int, tuple[torch.Tensor | None, torch.Tensor | GradientEdge | None]] = {}
+        self._left: dict[int, Weights] = {}  # of split backwards
 
     def forward(
         self, microbatch: int, ids: torch.Tensor, targets: torch.Tensor, h: torch.Tensor | None, masks: object = None, *, train: bool
@@ -54,13 +58,23 @@ class Stage:
             self._in_flight[microbatch] = (h, output if self.last else get_gradient_edge(output) if trained else None)
         return output.detach()
 
-    def backward(self, microbatch: int, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Back-propagate one microbatch; the gradient for the stage before, None on the first."""
+    def backward(self, microbatch: int, grad: torch.Tensor | None, *, split: bool = False) -> torch.Tensor | None:
+        """Back-propagate one microbatch; the gradient for the stage before, None on the first. `split`: `weights` does the rest."""
         h, output = self._in_flight.pop(microbatch)
         if output is not None:
-            torch.autograd.backward(output, grad)
+            with weights_apart() if split else nullcontext() as left:
+                torch.autograd.backward(output, grad)
+            if left is not None:
+                self._left[microbatch] = left
         return None if h is None else h.grad
+
+    def weights(self, microbatch: int) -> None:
+        """The rest of a backward that was split."""
+        left = self._left.pop(microbatch, None)
+        if left is not None:  # there is something to train here
+            left.compute()
 
     def forget(self) -> None:
         """Drop what a failed step left behind."""
         self._in_flight.clear()
+        self._left.clear()

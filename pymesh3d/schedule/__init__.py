@@ -3,7 +3,7 @@
 from pymesh3d.schedule.actions import Action, Schedule, ScheduleError, parse
 from pymesh3d.schedule.links import check_links
 from pymesh3d.schedule.partition import Memory, partition
-from pymesh3d.schedule.schedules import SCHEDULES, VIRTUAL, build, gpipe, interleaved_1f1b, one_f_one_b
+from pymesh3d.schedule.schedules import SCHEDULES, VIRTUAL, build, gpipe, interleaved_1f1b, one_f_one_b, zero_bubble_h1
 from pymesh3d.schedule.simulate import Timeline, Times, simulate
 
 __all__ = [
@@ -23,4 +23,5 @@ __all__ = [
     "parse",
     "partition",
     "simulate",
+    "zero_bubble_h1",
 ]

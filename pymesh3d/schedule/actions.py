@@ -27,7 +27,7 @@ from pymesh3d.errors import ConfigError
 
 Kind = Literal["F", "B", "W", "SF", "RF", "SB", "RB"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-COMPUTE = ("F", "B", "W")
+COMPUTE: tuple[Kind, ...] = ("F", "B", "W")
 SENDS = ("SF", "SB")
 RECEIVES = ("RF", "RB")
 
@@ -98,6 +98,11 @@ class Schedule:
         Two ranks have two links, one for each boundary between their stages.
         """
         return self.rank_of(min(message.stage, message.peer_stage))
+
+    @property
+    def split(self) -> frozenset[int]:
+        """The stages whose backwards have a weight part of their own."""
+        return frozenset(action.stage for actions in self.ranks for action in actions if action.kind == "W")
 
     def steps(self, rank: int) -> list[tuple[Action, ...]]:
         """What `rank` does one after the other: single forwards and backwards, and transfers, which may be a send and a receive at once."""

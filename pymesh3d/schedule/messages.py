@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, cast
 
 from pymesh3d.schedule.actions import Action, Kind, Schedule
-from pymesh3d.schedule.simulate import MAX_RECEIVES, Timeline, simulate
+from pymesh3d.schedule.simulate import MAX_RECEIVES, WORK, Timeline, simulate
 
 
 def with_messages(name: str, orders: Sequence[Sequence[Action]], microbatches: int, virtual: int = 1) -> Schedule:
@@ -36,6 +36,8 @@ def _at_need(bare: Schedule) -> dict[Action, _Turn]:
     turns = {}
     for order in bare.ranks:
         for n, action in enumerate(order):
+            if action.kind not in WORK:
+                continue
             turns[_message("S", action)] = n + 1, 0.0, action.stage
             turns[_message("R", action)] = n, 0.0, action.stage
     return turns
@@ -46,7 +48,12 @@ def _in_time(timeline: Timeline) -> dict[Action, _Turn]:
     schedule = timeline.schedule
     computes = [timeline.compute(rank) for rank in range(schedule.pp)]
     starts = [[span.start for span in spans] for spans in computes]
-    made = [(span.end, span.action.stage, n + 1, _message("S", span.action)) for spans in computes for n, span in enumerate(spans)]
+    made = [
+        (span.end, span.action.stage, n + 1, _message("S", span.action))
+        for spans in computes
+        for n, span in enumerate(spans)
+        if span.action.kind in WORK
+    ]
     turn_of = {span.action: n for spans in computes for n, span in enumerate(spans)}
     turns: dict[Action, _Turn] = {}
     consumed: dict[tuple[Kind, int], list[int]] = defaultdict(list)  # (kind, rank) of receives -> in which turn each message is consumed
@@ -65,7 +72,8 @@ def _placed(bare: Schedule, turns: Mapping[Action, _Turn]) -> Schedule:
     ranks = []
     for order in bare.ranks:
         entries = [((n, math.inf, 0), action) for n, action in enumerate(order)]
-        entries += [(turns[m], m) for action in order for end in ("S", "R") if _crosses(bare, m := _message(end, action))]
+        messages = [_message(end, action) for action in order for end in ("S", "R") if action.kind in WORK]
+        entries += [(turns[message], message) for message in messages if _crosses(bare, message)]
         ranks.append(tuple(action for _, action in sorted(entries, key=lambda entry: entry[0])))
     return dataclasses.replace(bare, ranks=tuple(ranks))
 

@@ -17,6 +17,11 @@
                        F0aF1aF2aF3aF0bF1bF2b   B0b===F3bB1b===   B2b===   B3b===B0a===B1a===B2a===B3a===
                           F0aF1aF2aF3aF0bB0b===F1bB1b===F2bB2b===F3bB3b===B0a===B1a===B2a===B3a===
 
+    zb-h1   F0F1F2F3      B0W0B1W1B2W2B3W3              1f1b with backwards in two: gradients of inputs go on at once,
+              F0F1F2    B0F3B1W0B2W1B3W2W3              those of weights (W) come when there is time
+                F0F1  B0F2B1F3B2W0B3W1W2W3
+                  F0B0F1B1F2B2F3B3W0W1W2W3
+
 gpipe and 1f1b take the same time; interleaved, here with 2 stages a rank (a, b) of half the length, idles half as long. In all of them
 the backwards of a stage take the microbatches in the same order, so gradients are summed in the same order.
 """
@@ -28,7 +33,7 @@ from collections.abc import Callable, Sequence
 
 from pymesh3d.config import require_positive
 from pymesh3d.errors import ConfigError
-from pymesh3d.schedule.actions import Action, Schedule
+from pymesh3d.schedule.actions import COMPUTE, Action, Schedule
 from pymesh3d.schedule.messages import with_messages
 from pymesh3d.schedule.simulate import WORK
 
@@ -73,7 +78,31 @@ def interleaved_1f1b(pp: int, microbatches: int, virtual: int) -> Schedule:
     return with_messages("interleaved", orders, microbatches, virtual)
 
 
-SCHEDULES: dict[str, Callable[..., Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved_1f1b}
+def zero_bubble_h1(pp: int, microbatches: int) -> Schedule:
+    """1F1B whose backwards are split (Qi, Wan, Huang and Lin 2023, ZB-H1): a stage computes the gradients of weights as many microbatches
+    late as there are stages before it. So the gradient of the input goes on sooner, and what was left for later fills the gaps.
+
+    With pp microbatches or more, a rank idles for pp - 1 times F + B - W, where 1F1B idles for F + B + W, and every stage has at most
+    pp in flight, from F to W: what 1F1B has on the first stage.
+    """
+    _require(pp, microbatches)
+    orders = []
+    for stage in range(pp):
+        forwards, backwards, weights = ([Action(kind, m, stage) for m in range(microbatches)] for kind in COMPUTE)
+        behind: dict[Action, list[Action]] = {}
+        for weight in weights:
+            behind.setdefault(backwards[min(weight.microbatch + stage, microbatches - 1)], []).append(weight)
+        order = _in_turn(forwards, backwards, pp - 1 - stage)
+        orders.append([one for action in order for one in (action, *behind.get(action, ()))])
+    return with_messages("zb-h1", orders, microbatches)
+
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved_1f1b,
+    "zb-h1": zero_bubble_h1,
+}
 VIRTUAL = ("interleaved",)  # those with several stages a rank
 
 

@@ -41,6 +41,9 @@ class Times:
         return table
 
 
+HALVES = Times(b=1.0, w=1.0)  # of a backward that is split, whose parts each take as long as a forward
+
+
 class Span(NamedTuple):
     """When an action runs: a forward or backward without the time it waits. Sends and receives are only begun, which takes no time."""
 
@@ -81,11 +84,12 @@ class Timeline:
 
     @property
     def in_flight(self) -> list[int]:
-        """Per stage, the largest number of microbatches that are between the start of their forward and the end of their backward."""
-        now, peak = [0] * self.schedule.stages, [0] * self.schedule.stages
+        """Per stage, the largest number of microbatches that are between the start of their forward and the end of their backward, or of
+        its weight part."""
+        split, now, peak = self.schedule.split, [0] * self.schedule.stages, [0] * self.schedule.stages
         for spans in self.ranks:
             for action, _, _ in spans:
-                now[action.stage] += {"F": 1, "B": -1}.get(action.kind, 0)
+                now[action.stage] += {"F": 1, "W" if action.stage in split else "B": -1}.get(action.kind, 0)
                 peak[action.stage] = max(peak[action.stage], now[action.stage])
         return peak
 
@@ -93,11 +97,12 @@ class Timeline:
 def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
     """Check `schedule` and say when each rank does what. A forward or backward waits for its own message only (`check_links` is stricter).
 
-    A message starts when both ends have begun it and the one before it, on the same link in the same direction, is across.
+    A message starts when both ends have begun it and the one before it, on the same link in the same direction, is across. Without `times`
+    a backward takes as long as two forwards, and half of that each part of one that is split.
     Raises ScheduleError with the place of the fault.
     """
     check(schedule)
-    durations = (times or Times()).per_stage(schedule.stages)
+    durations = (times or (HALVES if schedule.split else Times())).per_stage(schedule.stages)
     run = _Run(schedule, durations)
     while any(run.advance(rank) for rank in range(schedule.pp)):
         pass
@@ -230,11 +235,12 @@ def _impossible(schedule: Schedule, rank: int, action: Action, done: set[Action]
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Every stage runs every microbatch forward, and backward unless the schedule has no backwards."""
-    work = WORK[:1] if schedule.forward_only else WORK
+    """Every stage runs every microbatch forward, and backward unless the schedule has no backwards: all of it, if one is split."""
     present = {action for actions in schedule.ranks for action in actions}
+    split = schedule.split
     for stage in range(schedule.stages):
         rank = schedule.rank_of(stage)
+        work = WORK[:1] if schedule.forward_only else COMPUTE if stage in split else WORK
         for action in (Action(kind, m, stage) for m in range(schedule.microbatches) for kind in work):
             if action not in present:
                 problem = f"{schedule.text_of(action, rank)} of rank {rank} is missing"

@@ -45,7 +45,7 @@ def test_every_row_is_admissible_and_none_is_forgotten(world: int) -> None:
     """Against all combinations of all values, tried one by one."""
     sizes = [(tp, pp, world // tp // pp) for tp in range(1, world + 1) for pp in range(1, world + 1) if world % (tp * pp) == 0]
     flags = [(False, True)] * 3
-    values = [(0, 1), ("gpipe", "1f1b", "interleaved"), *flags, ("none", "selective", "full"), (0.0, 0.1)]
+    values = [(0, 1), ("gpipe", "1f1b", "interleaved", "zb-h1"), *flags, ("none", "selective", "full"), (0.0, 0.1)]
     expected = set()
     for (tp, pp, dp), choice in itertools.product(sizes, itertools.product(*values)):
         row = Row(tp=tp, pp=pp, dp=dp, **dict(zip(OPTIONS, choice, strict=True)))
@@ -73,7 +73,7 @@ def test_every_size_is_tried_on_each_axis(world: int) -> None:
 
 
 def test_all_rows_of_8_ranks_are_as_many_as_the_readme_says() -> None:
-    assert len(every_row(8)) == 668
+    assert len(every_row(8)) == 842
 
 
 @pytest.mark.parametrize("world", [8, 30])

@@ -22,7 +22,7 @@ from tests.test_native import needs_compiler, needs_core
 pytestmark = [needs_core, needs_compiler]
 
 Ranks = Callable[..., list[Any]]
-SCHEDULES = [("gpipe", 1, 3), ("1f1b", 1, 3), ("interleaved", 2, 2), ("interleaved", 3, 3)]
+SCHEDULES = [("gpipe", 1, 3), ("1f1b", 1, 3), ("zb-h1", 1, 3), ("interleaved", 2, 2), ("interleaved", 3, 3)]
 MICROBATCHES, WIDTH = 4, 5
 LATE = 0.002  # seconds, at most
 

@@ -58,9 +58,16 @@ def test_gradients_do_not_depend_on_the_pipeline(ranks: Ranks, pp: int) -> None:
 
 
 def test_pipelines_with_data_and_tensor_parallelism(ranks: Ranks) -> None:
-    configs = [(scheduled(schedule, sequence_parallel=True), MASKED) for schedule in ("1f1b", "interleaved")]
+    configs = [(scheduled(schedule, sequence_parallel=True), MASKED) for schedule in ("1f1b", "interleaved", "zb-h1")]
     for sizes in ({"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}):
         assert_all_equal(ranks(4, trains, configs, sizes), configs)
+
+
+def test_a_split_backward_changes_no_bit(ranks: Ranks) -> None:
+    configs = [(scheduled(schedule, dtype="float32", sequence_parallel=True), MASKED) for schedule in ("1f1b", "zb-h1")]
+    for whole, split in ranks(4, trains, configs, {"pp": 2, "tp": 2}):
+        assert whole.losses == split.losses
+        assert all(torch.equal(split.parameters[name], value) for name, value in whole.parameters.items()), "of this rank's stage"
 
 
 def test_few_microbatches(ranks: Ranks) -> None:
@@ -166,7 +173,9 @@ def unit_gradients(schedule: str, virtual: int) -> tuple[list[float], list[float
     return [module.w.grad.item() for module in modules.values() if module.w.grad is not None], losses
 
 
-@pytest.mark.parametrize(("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 2), ("interleaved", 3)])
+@pytest.mark.parametrize(
+    ("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 1), ("interleaved", 2), ("interleaved", 3)]
+)
 def test_unit_gradients_add_up_to_two(ranks: Ranks, schedule: str, virtual: int) -> None:
     assert ranks(2, unit_gradients, schedule, virtual) == [([2.0] * virtual, [0.0, 0.0]), ([2.0] * virtual, [1.0, 1.0])]
 
@@ -179,9 +188,11 @@ def test_an_action_without_a_rule_is_refused_and_nothing_is_kept() -> None:
     told = list[str]()
     mesh = SimpleNamespace(require_in_step=lambda: told.append("begins"), fail=lambda error: told.append(str(error)))
     links.mesh = mesh  # type: ignore[assignment]
-    with pytest.raises(AssertionError, match="no rule to run W0"):
-        run([(Action("F", 0, 0),), (Action("W", 0, 0),)], {0: stage}, links, [microbatch])
-    assert told == ["begins", "no rule to run W0@0"]
+    unknown = Action("F", 0, 0)
+    object.__setattr__(unknown, "kind", "X")
+    with pytest.raises(AssertionError, match="no rule to run X0"):
+        run([(Action("F", 0, 0),), (unknown,)], {0: stage}, links, [microbatch])
+    assert told == ["begins", "no rule to run X0@0"]
     with pytest.raises(KeyError):
         stage.backward(0, None)
 

@@ -47,7 +47,7 @@ def test_a_send_holds_its_rank_until_it_is_received() -> None:
 
 def test_transfers_in_different_orders_are_found() -> None:
     """Rank 0 is the sender of F1 and F2 before it takes notice of the gradient; rank 1 is rid of that before it takes F1."""
-    ranks = "F0 SF0 F1 SF1 F2 SF2 RB0 B0 RB1 B1 RB2 B2", "RF0 F0 B0 SB0 W0 RF1 F1 B1 SB1 RF2 F2 B2 SB2"
+    ranks = "F0 SF0 F1 SF1 F2 SF2 RB0 B0 RB1 B1 RB2 B2", "RF0 F0 B0 SB0 W0 RF1 F1 B1 SB1 W1 RF2 F2 B2 SB2 W2"
     schedule = hand_made(*ranks, microbatches=3)
     simulate(schedule)
     error = fault(schedule)

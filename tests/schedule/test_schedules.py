@@ -1,4 +1,4 @@
-"""GPipe, 1F1B and interleaved 1F1B: no deadlock under the strictest transport, and the bubble, order and memory they are known for."""
+"""GPipe, 1F1B, interleaved and ZB-H1: no deadlock under the strictest transport, and the bubble, order and memory they are known for."""
 
 import dataclasses
 import functools
@@ -14,7 +14,8 @@ from pymesh3d.schedule.draw import to_text
 from pymesh3d.schedule.simulate import Span
 
 PP, MICROBATCHES = range(1, 9), range(1, 17)
-everyone = pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+unsplit = pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+everyone = pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 several = pytest.mark.parametrize("virtual", [2, 3])
 
 
@@ -30,12 +31,12 @@ def interleaved(virtual: int) -> list[Timeline]:
 
 
 def test_every_name_of_the_configuration_is_a_schedule() -> None:
-    assert tuple(module.SCHEDULES) == ("gpipe", "1f1b", "interleaved")
+    assert tuple(module.SCHEDULES) == ("gpipe", "1f1b", "interleaved", "zb-h1")
     assert set(NAMES) <= set(module.SCHEDULES)
     assert all(build(name, 2, 2).name == name for name in module.SCHEDULES)
 
 
-@everyone
+@unsplit
 def test_closed_forms_at_all_sizes(name: str) -> None:
     """Also C30 (fewer microbatches than stages)."""
     for schedule in all_sizes(name):
@@ -48,7 +49,7 @@ def test_closed_forms_at_all_sizes(name: str) -> None:
         assert timeline.in_flight == expected, f"{name} pp {pp} microbatches {m}"
 
 
-@everyone
+@unsplit
 @pytest.mark.parametrize(("f", "b"), [(1, 1), (3, 1), (1, 5)])
 def test_the_bubble_does_not_depend_on_the_ratio_of_forward_to_backward(name: str, f: float, b: float) -> None:
     for pp, m in ((1, 1), (2, 1), (4, 3), (4, 8), (8, 16)):
@@ -92,11 +93,11 @@ def test_each_microbatch_once_and_backward_in_order(name: str) -> None:
     """Backwards in the same order in all schedules: gradients are summed in the same order, so they are bitwise the same."""
     for schedule in all_sizes(name):
         for actions in schedule.ranks:
-            for kind in ("F", "B"):
+            for kind in ("F", "B", "W") if schedule.split else ("F", "B"):
                 assert [action.microbatch for action in actions if action.kind == kind] == list(range(schedule.microbatches))
 
 
-@pytest.mark.parametrize(("name", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)])
+@pytest.mark.parametrize(("name", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1)])
 def test_a_receive_stands_where_its_rank_next_begins_to_compute(name: str, virtual: int) -> None:
     """No earlier: a host that waits for its GPU would wait for what the other rank has not made. No later: the sender would be held."""
     for pp, m in ((2, 1), (2, 8), (4, 3), (4, 8), (6, 16)):
@@ -127,12 +128,41 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         build("zero", 2, 2)
 
 
-@pytest.mark.parametrize(("name", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+@pytest.mark.parametrize(("name", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)])
 def test_the_picture_in_the_docs_is_the_schedule(name: str, virtual: int) -> None:
     *lines, axis = to_text(simulate(build(name, 4, 4, virtual))).splitlines()
     assert axis.startswith("time")
     for line in lines:
         assert line.removeprefix(f"rank {line[5]}  ") in (module.__doc__ or "")
+
+
+# ZB-H1.
+
+
+def test_a_split_backward_idles_less_and_holds_what_the_first_stage_of_1f1b_does() -> None:
+    """The closed forms of the paper, from as many microbatches as stages on; with fewer never slower than 1F1B."""
+    for schedule in all_sizes("zb-h1"):
+        pp, m = schedule.pp, schedule.microbatches
+        for f, b, w in ((1, 1, 1), (10, 13, 8), (10, 10, 7)):
+            timeline = simulate(schedule, Times(f=f, b=b, w=w))
+            idle = timeline.makespan - m * (f + b + w)
+            assert idle == (pp - 1) * (f + b - w) if m >= pp else idle <= (pp - 1) * (f + b + w), f"pp {pp} microbatches {m}"
+            assert timeline.in_flight == [min(m, pp)] * pp
+
+
+def test_without_times_a_split_backward_takes_as_long_as_a_whole_one() -> None:
+    assert simulate(build("zb-h1", 4, 8)) == simulate(build("zb-h1", 4, 8), Times(f=1, b=1, w=1))
+    assert simulate(build("1f1b", 4, 8)) == simulate(build("1f1b", 4, 8), Times(f=1, b=2))
+
+
+def test_a_weight_part_that_is_missing_or_too_early_is_found() -> None:
+    schedule = build("zb-h1", 2, 2)
+    text = str(schedule)
+    assert parse(text) == schedule and schedule.split == {0, 1} and not build("1f1b", 2, 2).split
+    with pytest.raises(ScheduleError, match="W1 of rank 1 is missing"):
+        simulate(parse(text.removesuffix(" W1")))
+    with pytest.raises(ScheduleError, match="W0 of rank 0 needs B0 before it"):
+        simulate(parse(text.replace("F0", "W0 F0", 1)))
 
 
 # Interleaved.
