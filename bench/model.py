@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ..config import Layout, ModelConfig, TrainConfig, runs
 from ..engine import Engine, parallelize
-from ..launch import launch
+from ..launch import STOPPED, launch
 from ..mesh import init_mesh
 from ..models.llama import Llama
 from ..planner.hardware import peak_flops
@@ -33,7 +32,6 @@ from ..planner.model import flops_per_token
 from . import report
 
 WARM, TIMED = 4, 8
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # what `launch` returns where it was told to end
 SEQUENCES = 8  # in a step, for each rank of the mesh
 LENGTH = {"cuda": 4096, "cpu": 32}
 KINDS = {  # of kernels, by what their names contain; the first that fits counts

@@ -231,6 +231,8 @@ def main(
         raise ConfigError(f"--shapes {','.join(unknown)}", "no such shapes", f"Use {' or '.join(LAYERS)}, with commas between them")
     if tuning and device == "cpu":
         raise ConfigError("--tune", "there is no GPU whose kernels could be chosen", "Leave it out")
+    if device == "cpu" and shapes not in ("", SHAPES[device]):
+        raise ConfigError(f"--shapes {shapes}", "on a CPU the interpreter would take hours", f"Use --shapes {SHAPES[device]}")
     arguments = ["--shapes", shapes or SHAPES[device], "--rounds", str(rounds or ROUNDS[device])]
     arguments += [*(["--json", json_file] if json_file else []), *(["--out", out] if out else []), *(["--tune"] if tuning else [])]
     return launch(["-m", f"pymesh3d.bench.{op.name}", *arguments], world)

@@ -15,11 +15,13 @@ from typing import Any
 
 import rich
 import torch
+from rich.console import Console
 from rich.table import Table
 
 from ..triton_kernels import backend
 
 Row = Mapping[str, str | int | float | bool | None]
+WIDEST = 10_000  # columns of what is printed
 CARD_FIELDS = {  # ours -> nvidia-smi's
     "name": "name",
     "sm_clock_mhz": "clocks.sm",
@@ -85,7 +87,9 @@ def publish(
     name: str, rows: Sequence[Row], columns: Mapping[str, tuple[str, str]], title: str, json_file: str | None, **details: Any
 ) -> None:
     """Print the rows of benchmark `name` as a table, and write its record, with `details`, where a file is named."""
-    rich.print(table(rows, columns, title))
+    drawn = table(rows, columns, title)
+    whole = Console(width=WIDEST).measure(drawn).maximum
+    Console(width=max(whole, Console().width)).print(drawn)  # in a pipe of 80 columns too: numbers cut short say nothing
     if not torch.cuda.is_available():
         rich.print("Measured on a CPU: this shows that the benchmark runs, and nothing of a GPU's speed.")
     if json_file is not None:

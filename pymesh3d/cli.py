@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -27,7 +28,7 @@ from pymesh3d.commands.files import require_picture, require_writable
 from pymesh3d.commands.spelling import as_typed, fields_of, option_of
 from pymesh3d.config import MODELS, RECOMPUTE, SCHEDULES, Layout, ModelConfig, TrainConfig, full_dtype, runs
 from pymesh3d.errors import ConfigError, DistributedError
-from pymesh3d.launch import is_child, launch, watch_parent
+from pymesh3d.launch import STOPPED, is_child, launch, watch_parent
 from pymesh3d.rendezvous import agent_store, world_size
 from pymesh3d.schedule import SCHEDULES as DRAWN
 
@@ -116,16 +117,17 @@ def parser() -> argparse.ArgumentParser:
     picture.add_argument("--json", type=_name, metavar="FILE", help="write the timeline as JSON")
     bench = commands.add_parser("bench", help="run a benchmark on this machine")
     bench.add_argument(
-        "name",
+        "names",
+        nargs="+",
+        metavar="name",
         choices=BENCHMARKS,
-        help="all_gather_matmul: a product of rows from all ranks; matmul_all_reduce, matmul_reduce_scatter: one summed over ranks, all "
-        "in one kernel; cross_entropy: the loss, forward and backward; dropout: the kernel that "
-        "zeroes at random; matmul: the plain matrix product; model: steps of a 1B model (without GPUs: of a tiny one) on the "
-        "layouts of the GPUs here, and where their time goes; p2p: sends and receives between stages; philox: the kernel that makes "
-        "random numbers; rms_norm, rotary, swiglu: what a layer does between its matrix products; train: the loss curves and speed of "
-        "every layout of the GPUs here",
+        help="one or several; all_gather_matmul: a product of rows from all ranks; matmul_all_reduce, matmul_reduce_scatter: one summed "
+        "over ranks, all in one kernel; cross_entropy: the loss, forward and backward; dropout: the kernel that zeroes at random; matmul: "
+        "the plain matrix product; model: steps of a 1B model (without GPUs: of a tiny one) on the layouts of the GPUs here, and where "
+        "their time goes; p2p: sends and receives between stages; philox: the kernel that makes random numbers; rms_norm, rotary, swiglu: "
+        "what a layer does between its matrix products; train: the loss curves and speed of every layout of the GPUs here",
     )
-    bench.add_argument("--json", type=_name, metavar="FILE", help="write the results as JSON")
+    bench.add_argument("--json", type=_name, metavar="FILE", help="write the results as JSON; of several, each as FILE-NAME.json")
     products = bench.add_argument_group("of products that talk to other ranks")
     products.add_argument("--tp", type=int, default=0, metavar="N", help="over so many ranks (default: all GPUs here, or 2 processes)")
     products.add_argument("--shapes", default="", metavar="NAMES", help="models, with commas between them (default: 1b,llama-8b,llama-70b)")
@@ -330,15 +332,28 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    """Run the one benchmark that is asked for."""
+    """Run what is asked for, one after the other; the first status that is not 0, if any. Files of several have their names added."""
     given = {"tp": args.tp, "shapes": args.shapes, "out": args.out, "tuning": args.tune}
     given = {key: value for key, value in given.items() if value}
-    if given and args.name not in PRODUCTS:
+    if given and (others := [name for name in args.names if name not in PRODUCTS]):
         option = next(iter(given)).replace("tuning", "tune")
-        raise ConfigError(f"bench {args.name} --{option}", f"only {', '.join(PRODUCTS)} have that", "Leave it out")
+        raise ConfigError(f"bench {others[0]} --{option}", f"only {', '.join(PRODUCTS)} have that", "Leave it out")
     require_picture("--out", args.out)
-    status: int = importlib.import_module(f"pymesh3d.bench.{args.name}").main(args.json, **given)
-    return status
+    failed = 0
+    for name in dict.fromkeys(args.names):
+        files = {key: _of_one(file, name, len(args.names)) for key, file in (("json", args.json), ("out", args.out)) if file}
+        more = given | ({"out": files["out"]} if "out" in files else {})
+        status: int = importlib.import_module(f"pymesh3d.bench.{name}").main(files.get("json"), **more)
+        if status in STOPPED:
+            return status
+        failed = failed or status
+    return failed
+
+
+def _of_one(file: str, name: str, count: int) -> str:
+    """The file for one of `count` benchmarks."""
+    path = Path(file)
+    return file if count == 1 else str(path.with_name(f"{path.stem}-{name}{path.suffix}"))
 
 
 def _launch(argv: Sequence[str], world: int) -> int:

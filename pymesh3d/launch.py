@@ -17,6 +17,7 @@ from torch.distributed import TCPStore
 from pymesh3d.config import require_positive
 from pymesh3d.errors import ConfigError
 
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # what `launch` returns where it was told to end
 LOOPBACK = "127.0.0.1"
 PARENT_FD = "PYMESH3D_PARENT_FD"  # environment variable: a pipe that reports its end when the parent is gone
 

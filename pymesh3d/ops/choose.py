@@ -54,7 +54,7 @@ def choose(op: str, sizes: tuple[int, int, int], turned: bool, like: torch.Tenso
 
 def forced() -> str | None:
     """What the environment asks for. Raises ConfigError where that cannot be."""
-    word = os.environ.get(VARIABLE)
+    word = os.environ.get(VARIABLE) or None
     if word is not None and word not in IMPLEMENTATIONS:
         raise ConfigError(f"{VARIABLE}={word}", "no such implementation", f"Use one of {', '.join(IMPLEMENTATIONS)}, or leave it unset")
     if word not in (None, "torch") and not backend.available:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeGuard, TypeVar
@@ -59,6 +60,8 @@ class Norm:
     """
 
 
+log = logging.getLogger("pymesh3d")
+
 M = TypeVar("M", bound=nn.Module)
 Style = Column | Row | Vocab | Norm
 READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # they compute with `.weight` of their parts (one only in eval mode)
@@ -109,11 +112,19 @@ def parallelize_module(
             setattr(new, own, shared)
         new.train(child.training)
         setattr(module.get_submodule(parent), leaf, new)
+    left = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) in replaced:
             raise _untied(name)
         if getattr(parameter, "placement", None) is None:
             place(parameter, Placement(shape=tuple(parameter.shape), ranks=axis.size))
+            left += [name] * parameter.requires_grad
+    if sequence_parallel and axis.size > 1 and left:
+        log.warning(
+            "sequence_parallel=True, and the plan does not name %s: between a row- and a column-parallel layer these get the gradients of "
+            "this rank's tokens only. Use Norm() for their modules there",
+            ", ".join(left),
+        )
     name_parameters(module)
     for tensor in [*(p for p in module.parameters() if placement_of(p).replicated), *module.buffers()]:
         equalize_(tensor, axis)

@@ -14,16 +14,17 @@ from pymesh3d.config import MODELS
 
 
 def test_cases_of_two_gpus_are_those_that_others_are_measured_with() -> None:
-    """Eight sequences a GPU: 8 microbatches in a pipeline of two, 4 elsewhere; each layout eager and compiled."""
+    """Eight sequences a GPU: 8 microbatches in a pipeline of two, 4 elsewhere; each layout eager and compiled, but for ZB-H1."""
     found = {model.name(case): case["train"] for case in model.cases(2, MODELS["1b"], 4096)}
     assert list(found) == [
-        "dp 2", "dp 2, compiled", "pp 2", "pp 2, compiled", "pp 2, interleaved", "pp 2, interleaved, compiled", "tp 2", "tp 2, compiled"
+        "dp 2", "dp 2, compiled", "pp 2", "pp 2, compiled", "pp 2, interleaved", "pp 2, interleaved, compiled", "pp 2, zb-h1",
+        "tp 2", "tp 2, compiled",
     ]  # fmt: skip
     assert all(train["global_batch"] == 16 and train["seq"] == 4096 for train in found.values())
     assert (found["pp 2"]["micro_batch"], found["dp 2"]["micro_batch"], found["tp 2"]["micro_batch"]) == (2, 2, 4)
     assert found["tp 2"]["sequence_parallel"] and not found["pp 2"]["sequence_parallel"]
     assert [model.name(case) for case in model.cases(1, MODELS["1b"], 4096)] == ["one rank", "one rank, compiled"]
-    assert len({model.name(case) for case in model.cases(4, MODELS["1b"], 4096)}) == 18
+    assert len({model.name(case) for case in model.cases(4, MODELS["1b"], 4096)}) == 21
 
 
 def test_time_that_is_covered() -> None:
@@ -102,5 +103,5 @@ def test_a_rank_that_the_system_ends_is_a_case_that_failed(
     statuses = [128 + signal.SIGKILL, 128 + signal.SIGSEGV, 1, *[0] * 20]
     begun = stand_in(monkeypatch, statuses, tmp_path / "model.json")
     assert model.main(str(tmp_path / "model.json")) == 1
-    assert len(begun) == 8 and len(json.loads((tmp_path / "model.json").read_text())["rows"]) == 5
+    assert len(begun) == 9 and len(json.loads((tmp_path / "model.json").read_text())["rows"]) == 6
     assert capsys.readouterr().err == "failed: dp 2; dp 2, compiled; pp 2\n"

@@ -12,6 +12,7 @@ import torch
 
 from pymesh3d import cli
 from pymesh3d.bench import all_gather_matmul, matmul, matmul_reduce_scatter, products
+from pymesh3d.errors import ConfigError
 from pymesh3d.ops.choose import PRODUCT
 from pymesh3d.triton_kernels import backend
 
@@ -46,6 +47,12 @@ def test_it_runs_between_two_processes(tmp_path: Path, name: str) -> None:
         if backend.available:
             assert row["ours"] == "plain" and row["speed"] == pytest.approx(row["unfused_us"] / row["plain_us"])
             assert row["of_floor"] == pytest.approx(row["plain_us"] / row["product_us"])
+
+
+def test_shapes_of_large_models_are_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"--shapes llama-8b: on a CPU the interpreter would take hours\. Use --shapes tiny"):
+        all_gather_matmul.main(shapes="llama-8b")
 
 
 def test_cells_are_the_products_of_forward_and_backward() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from pymesh3d.bench import cross_entropy, dropout, philox, report, rms_norm, rotary, swiglu, train
+from pymesh3d.bench import cross_entropy, dropout, philox, products, report, rms_norm, rotary, swiglu, train
 
 ROWS = [{"device": "cpu", "elements": 1024, "time_ms": 0.123456, "fast": True}, {"device": "cuda", "elements": 2, "gb_s": None}]
 
@@ -73,6 +73,15 @@ def test_a_table_has_the_columns_that_are_asked_for_and_known() -> None:
     assert {str(column.header): list(column.cells) for column in drawn.columns} == {
         "is fast": ["yes", "-"], "time, ms": ["0.123", "-"], "n": ["1,024", "2"],
     }  # fmt: skip
+
+
+def test_a_table_in_a_pipe_keeps_its_numbers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them, though there they would have 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    row = dict.fromkeys(products.COLUMNS, 123456.5)
+    report.publish("x", [row], products.COLUMNS, "x", None)
+    printed = capsys.readouterr().out
+    assert "\N{HORIZONTAL ELLIPSIS}" not in printed and printed.count("123,456.5") == 8, "M, N, K and five times"
 
 
 @pytest.mark.parametrize("columns", [bench.COLUMNS for bench in (cross_entropy, dropout, philox, rms_norm, rotary, swiglu, train)])

@@ -16,7 +16,7 @@ from pymesh3d.comm import workspace
 from pymesh3d.errors import ConfigError, SharingError
 from pymesh3d.ops import choose as choices
 from pymesh3d.ops import fused
-from pymesh3d.ops.choose import VARIABLE, choose, fastest
+from pymesh3d.ops.choose import VARIABLE, choose, fastest, forced
 from pymesh3d.triton_kernels import backend
 from tests.kernels import needs_kernels
 
@@ -47,6 +47,8 @@ def test_only_what_the_kernels_take_goes_to_them(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "")
+    assert forced() is None, "as if it were not there"
     monkeypatch.setenv(VARIABLE, "fast")
     with pytest.raises(ConfigError, match=r"PYMESH3D_PRODUCTS=fast: no such implementation\. Use one of torch, plain, hopper-256,"):
         chosen(X)

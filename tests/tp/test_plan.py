@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -115,6 +116,39 @@ def agrees_with_plain(kind: str, sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_users_model_computes_the_same(ranks: Ranks, kind: str, sequence_parallel: bool) -> None:
     ranks(4 if kind == "DeviceMesh" else 2, agrees_with_plain, kind, sequence_parallel)
+
+
+def warnings_of(plans: list[dict[str, Any]], sequence_parallel: bool) -> list[list[str]]:
+    """What is said of a model with a norm and a frozen one."""
+    mesh, said = init_mesh(tp=2, dp=1, device="cpu"), []
+    for styles in plans:
+        handler = Kept()
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.LayerNorm(4).requires_grad_(False))
+        logging.getLogger("pymesh3d").addHandler(handler)
+        parallelize_module(model, mesh, styles, sequence_parallel=sequence_parallel)
+        logging.getLogger("pymesh3d").removeHandler(handler)
+        said.append(handler.said)
+    mesh.close()
+    return said
+
+
+class Kept(logging.Handler):
+    """Warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def test_what_sequence_parallelism_leaves_partial_is_said(ranks: Ranks) -> None:
+    layers: dict[str, Any] = {"0": Column(), "1": Row()}
+    for said in ranks(2, warnings_of, [layers, {**layers, "2": Norm()}], True):
+        assert len(said[0]) == 1 and "the plan does not name 2.weight, 2.bias: " in said[0][0] and "Use Norm()" in said[0][0]
+        assert said[1] == []
+    assert ranks(2, warnings_of, [layers], False) == [[[]], [[]]]
 
 
 def hashes(module: nn.Module) -> dict[str, str]:
