@@ -83,9 +83,9 @@ def chosen(changes: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
     next(iter(engine.model.layers.values())).register_forward_pre_hook(lambda *_: forwards.append(1))
     in_flight, backward = [], engine.stages[engine.mesh.pp.rank].backward
 
-    def counted(*arguments: Any) -> torch.Tensor | None:
+    def counted(*arguments: Any, **options: Any) -> torch.Tensor | None:
         in_flight.append(len(engine.stages[engine.mesh.pp.rank]._in_flight))
-        return backward(*arguments)
+        return backward(*arguments, **options)
 
     engine.stages[engine.mesh.pp.rank].backward = counted  # type: ignore[method-assign]
     engine.eval_step(share(BATCHES[1], engine))  # it has a schedule of its own
