@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import torch
 
-from .backend import jit, tl
+from .backend import interpreted, jit, tl
 
 
 @jit
 def wide(x):  # type: ignore[no-untyped-def]
     """A block in the dtype that is computed in."""
     return x if x.dtype == tl.float64 else x.to(tl.float32)
+
+
+@jit
+def _cast(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    return x.to(DTYPE)
+
+
+@jit
+def _cast_of_the_interpreter(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The interpreter itself cuts the last bits off."""
+    if DTYPE == tl.bfloat16 and x.dtype != tl.bfloat16:
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+        bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)
+        return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return x.to(DTYPE)
+
+
+nearest = _cast_of_the_interpreter if interpreted else _cast  # a block rounded to the nearest numbers of another dtype, as torch does
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

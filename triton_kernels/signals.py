@@ -95,11 +95,17 @@ class Counters(NamedTuple):
         return divmod(what - 1, 1 << 32) if what else None
 
 
+@jit
+def tell_others(flags, rank, index, call, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Set flag `index` of all other ranks."""
+    for following in tl.static_range(1, RANKS):
+        signal(tl.load(flags + (rank + following) % RANKS).to(tl.pointer_type(tl.int32)) + index, call)
+
+
 @jit(do_not_specialize=["rank", "length", "call"])
 def tell_ranks_kernel(flags, rank, length, call, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program, which sets this rank's first flag on every other rank."""
-    for following in tl.static_range(1, RANKS):
-        signal(tl.load(flags + (rank + following) % RANKS).to(tl.pointer_type(tl.int32)) + rank * length, call)
+    tell_others(flags, rank, rank * length, call, RANKS)
 
 
 @jit(do_not_specialize=["rank", "length", "call", "patience"])
@@ -109,6 +115,26 @@ def wait_for_ranks_kernel(flags, trouble, told, rank, length, call, patience: tl
     for following in tl.static_range(1, RANKS):
         source = (rank + following) % RANKS
         wait(mine + source * length, call, trouble, told, missing_word(source, 0), patience)
+
+
+@jit(do_not_specialize=["rank", "length", "patience"])
+def meet_kernel(flags, calls, trouble, told, rank, length, patience: tl.int64, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program, which tells all other ranks, and ends when all have told this one. It counts its calls itself, and so can be replayed."""
+    call = tl.load(calls) + 1
+    mine = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
+    tell_others(flags, rank, rank * length, call, RANKS)
+    for following in tl.static_range(1, RANKS):
+        source = (rank + following) % RANKS
+        wait(mine + source * length, call, trouble, told, missing_word(source, 0), patience)
+    tl.store(calls, call)
+
+
+def meet(flags: torch.Tensor, counters: Counters, rank: int, length: int, patience: float = PATIENCE) -> None:
+    """What the stream does next finds what all ranks' streams have done before they met, or, after `patience` seconds in vain, what there
+    is, as with `wait_for_ranks`. Not for flags that others set too.
+    """
+    nanoseconds = int(patience * 1e9)
+    meet_kernel[(1,)](flags, *counters, rank, length, nanoseconds, RANKS=flags.numel(), num_warps=1)
 
 
 def tell_ranks(flags: torch.Tensor, rank: int, length: int, call: int) -> None:
