@@ -224,12 +224,16 @@ class TrainConfig:
     `seq`: tokens in a sequence. `global_batch`: sequences of a step, over all ranks; `micro_batch`: those that a rank computes at once.
     `steps`: how many `pymesh3d train` takes. `schedule`, one of `SCHEDULES`: the order of the pipeline's forwards and backwards.
     `virtual_pp`: stages of a pipeline rank ("interleaved" needs two or more). `zero_stage` 0: each dp rank holds all of the optimizer's
-    state, 1: each a share. `sequence_parallel`: between the matrix products each tp rank holds the activations of a part of the sequence.
+    state, 1: each a share, 2: of the summed gradients too, 3: of the parameters of layers too. `zero_once_a_step`: whether stages 2 and 3
+    sum gradients and gather parameters once a step, which takes the memory for them meanwhile, and not with every microbatch (None: where
+    there is a pipeline).
+    `sequence_parallel`: between the matrix products each tp rank holds the activations of a part of the sequence.
     `recompute` "full": keep only the input of each layer, and compute it again in backward; "selective": keep what comes out of matrix
     products and attention, and compute the rest again. `compile`: compile each layer. `dropout`: the share of the embeddings, and of what
     attention and feed-forward add, that is zeroed at random. `lr`, `weight_decay` (of matrices only), `betas`, `eps`: AdamW's. `max_norm`:
     what the gradient norm is clipped to (None: never). `dtype`, one of `DTYPES`: of parameters and activations; master weights are float32
-    at least. `reduce_dtype`: what gradients are rounded to when dp ranks exchange them (None: `dtype`). `seed`: of initial weights, order
+    at least. `accumulate_dtype`: of the gradients that microbatches add up (None: as master weights).
+    `reduce_dtype`: what gradients are rounded to when dp ranks exchange them (None: `dtype`). `seed`: of initial weights, order
     of the data, and dropout. `vocab_multiple`: the vocabulary is padded to a multiple of tp times this.
     """
 
@@ -240,6 +244,7 @@ class TrainConfig:
     schedule: str = "1f1b"
     virtual_pp: int = 1
     zero_stage: int = 1
+    zero_once_a_step: bool | None = None
     sequence_parallel: bool = False
     recompute: str = "none"
     compile: bool = False
@@ -250,6 +255,7 @@ class TrainConfig:
     eps: float = 1e-8
     max_norm: float | None = 1.0
     dtype: str = "float32"
+    accumulate_dtype: str | None = None
     reduce_dtype: str | None = None
     seed: int = 0
     vocab_multiple: int = 128
@@ -259,16 +265,18 @@ class TrainConfig:
             require_positive(name, getattr(self, name))
         self._one_of("schedule", SCHEDULES)
         require_virtual(self.schedule, self.virtual_pp)
-        self._one_of("zero_stage", (0, 1))
+        self._one_of("zero_stage", (0, 1, 2, 3))
         self._one_of("recompute", RECOMPUTE)
         if full_dtype(self.dtype) == "float16":
             rule = "fp16 needs loss scaling, which this package leaves out"
             raise ConfigError(f"dtype={self.dtype!r}", rule, "Use dtype='bfloat16': same size, no scaling")
         self._one_of("dtype", DTYPES)
-        if self.reduce_dtype is not None:
-            self._one_of("reduce_dtype", DTYPES, default=self.dtype)
+        self._check_gradient_dtypes()
         for name in ("sequence_parallel", "compile"):
             require_flag(name, getattr(self, name))
+        if self.zero_once_a_step is not None:
+            require_flag("zero_once_a_step", self.zero_once_a_step)
+        self._check_passes()
         if self.compile and self.recompute == "selective":
             rule = "the compiler decides itself what a layer keeps"
             raise ConfigError("recompute='selective', compile=True", rule, "Use recompute='full', or compile=False")
@@ -285,6 +293,32 @@ class TrainConfig:
         require_seed(self.seed)
         if self.max_norm is not None:
             require_number("max_norm", self.max_norm, default="1.0, and max_norm=None switches clipping off", above_zero=True)
+
+    def _check_gradient_dtypes(self) -> None:
+        masters = "float64" if self.dtype == "float64" else "float32"
+        for name in ("accumulate_dtype", "reduce_dtype"):
+            if getattr(self, name) is not None:
+                self._one_of(name, DTYPES, default=self.dtype)
+        widths = {"bfloat16": 2, "float32": 4, "float64": 8}
+        for name, given, limit_name, limit in (
+            ("accumulate_dtype", self.accumulate_dtype, "the master weights", masters),
+            ("reduce_dtype", self.reduce_dtype or self.dtype, "accumulate_dtype", self.accumulate_dtype or masters),
+        ):
+            if given is not None and widths[given] > widths[limit]:
+                raise ConfigError(
+                    f"{name}={given!r}, {limit_name} {limit!r}",
+                    f"{name} cannot be wider than {limit_name}",
+                    f"Use {name}={limit!r}",
+                )
+
+    def _check_passes(self) -> None:
+        """Refuse to sum gradients with every microbatch where a backward pass does not go through the whole rank."""
+        if self.zero_stage >= 2 and self.zero_once_a_step is False and (self.virtual_pp > 1 or self.schedule == "zb-h1"):
+            raise ConfigError(
+                f"zero_stage={self.zero_stage}, zero_once_a_step=False, schedule={self.schedule!r}",
+                "gradients can be summed with every microbatch only where its backward pass goes through all that a rank holds at once",
+                "Use zero_once_a_step=True, or schedule='1f1b'",
+            )
 
     def _one_of(self, name: str, allowed: tuple[Any, ...], default: Any = None) -> None:
         value = getattr(self, name)

@@ -8,6 +8,7 @@ import math
 import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -92,7 +93,7 @@ def parallelize(model: Llama, mesh: Mesh, config: TrainConfig | None = None, *, 
     model.recompute = config.recompute
     if config.compile:
         for layer in model.layers.values():
-            layer.compile()
+            layer.forward = torch.compile(layer.forward)  # and not layer.compile(): what stage 3 hooks on stays outside
     # Data parallelism last: it moves the parameters into its flat buffers.
     zero = Zero(
         model,
@@ -101,6 +102,8 @@ def parallelize(model: Llama, mesh: Mesh, config: TrainConfig | None = None, *, 
         optimizer=adamw if optimizer is None else optimizer,
         weight_decay=config.weight_decay,
         reduce_dtype=DTYPES[config.reduce_dtype] if config.reduce_dtype else None,
+        accumulate_dtype=DTYPES[config.accumulate_dtype] if config.accumulate_dtype else None,
+        once_a_step=mesh.pp.size > 1 if config.zero_once_a_step is None else config.zero_once_a_step,
     )
     return Engine(model, mesh, config, zero)
 
@@ -164,9 +167,13 @@ class Engine:
         held = held_layers(model.config, mesh.pp.size, config.virtual_pp)[mesh.pp.rank]
         last = mesh.pp.size * config.virtual_pp - 1
         self.stages: dict[int, Stage] = {}  # of this rank, by their number in the pipeline
+        self._trained: dict[int, list[torch.nn.Parameter]] = {}  # by each
         for number, layers in zip(range(mesh.pp.rank, last + 1, mesh.pp.size), held, strict=True):
             part = functools.partial(model, layers=layers)
             self.stages[number] = Stage(part, first=number == 0, last=number == last, loss=self._loss)
+            modules = [model.embed] * (number == 0) + [model.layers[str(layer)] for layer in layers]
+            modules += [model.norm, model.head] * (number == last)
+            self._trained[number] = [parameter for module in modules if module is not None for parameter in module.parameters()]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -175,20 +182,21 @@ class Engine:
 
     def train_step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> StepResult:
         """One step on this dp rank's share of the global batch: (token ids [B, S], targets [B, S], -100 where there is none)."""
-        loss, tokens = self.forward_backward(batch)
+        loss, tokens = self.forward_backward(batch, last=True)
         grad_norm, taken = self.optimizer_step()
         return StepResult(loss=loss, grad_norm=grad_norm, tokens=tokens, taken=taken)
 
-    def forward_backward(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, int]:
+    def forward_backward(self, batch: tuple[torch.Tensor, torch.Tensor], *, last: bool = False) -> tuple[float, int]:
         """Add the gradients of one global batch's mean loss. Returns that loss and the number of tokens, the same on every rank.
 
-        Called several times before `optimizer_step`, the gradients add up.
+        Called several times before `optimizer_step`, the gradients add up. With `last`, for the last time before that, dp ranks exchange
+        them meanwhile.
         """
         self._require_ready(train=True)
         with looked_after("a step", self.mesh):
             microbatches = self._prepare(batch, train=True)
             self._calls += 1
-            return self._run(self._steps(self.config.schedule, len(microbatches)), microbatches, train=True)
+            return self._run(self._steps(self.config.schedule, len(microbatches)), microbatches, train=True, last=last)
 
     def optimizer_step(self) -> tuple[float, bool]:
         """Sum the gradients, agree on their norm, and update unless it is not finite. Returns the norm and whether a step was taken."""
@@ -216,16 +224,18 @@ class Engine:
 
         A weight that is tied over stages is the first one's.
         """
-        for parameter, placement in self._own():
-            yield placement.name, whole(parameter, placement, self.mesh.tp)
+        with self.zero.whole():
+            for parameter, placement in self._own():
+                yield placement.name, whole(parameter, placement, self.mesh.tp)
 
     def whole_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What `optimizer_step` is going to use: every gradient of this stage, reduced and unsharded, by its parameter's full name."""
         grads = self.zero.reduced_grads()
-        for parameter, placement in self._own():
+        for _, placement in self._own():
             if placement.zero is not None:
                 bucket, start = placement.zero
-                local = grads[bucket][start : start + parameter.numel()].view_as(parameter)
+                shape = torch.Size(placement.local_shape())
+                local = grads[bucket][start : start + shape.numel()].view(shape)
                 yield placement.name, whole(local, placement, self.mesh.tp)
 
     def _own(self) -> Iterator[tuple[torch.nn.Parameter, Placement]]:
@@ -341,9 +351,13 @@ class Engine:
         summed = vocab_parallel_cross_entropy(rows, labels, IGNORE_INDEX, reduction="sum", mesh=self.mesh, vocab=self.model.config.vocab)
         return summed / self._divisor
 
-    def _run(self, steps: Sequence[Sequence[Action]], microbatches: Sequence[Microbatch], *, train: bool) -> tuple[float, int]:
+    def _run(
+        self, steps: Sequence[Sequence[Action]], microbatches: Sequence[Microbatch], *, train: bool, last: bool = False
+    ) -> tuple[float, int]:
         """The loss and the number of tokens of all ranks."""
-        return self._agree_on_loss(run(steps, self.stages, self.links, microbatches, train=train), microbatches)
+        last_pass = (lambda stage: self.zero.last_pass(self._trained[stage])) if last else lambda _: nullcontext()
+        loss = run(steps, self.stages, self.links, microbatches, train=train, last_pass=last_pass)
+        return self._agree_on_loss(loss, microbatches)
 
     def _agree_on_loss(self, loss: torch.Tensor, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
         """The sums of what the ranks report of a step: losses and tokens.

@@ -120,6 +120,11 @@ class Placement:
         """Whether every rank of the axis holds the whole parameter, and all its padding: on an axis of one rank that is always so."""
         return all(part.count(self.ranks) == 1 for part in self.parts)
 
+    @property
+    def has_summands(self) -> bool:
+        """Whether other ranks of its axis, or other stages, hold summands of its gradient."""
+        return bool(self.stages) or (self.partial and any(part.replicas(self.ranks) > 1 for part in self.parts))
+
     def local_parts(self) -> tuple[int, ...]:
         """Rows of each part on one rank, padding included (equal on all ranks)."""
         return tuple(part.rows // part.count(self.ranks) for part in self.parts)

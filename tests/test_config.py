@@ -104,7 +104,26 @@ BAD: dict[str, tuple[Callable[[], object], list[str], Callable[[], object]]] = {
         ["schedule='1f1b', virtual_pp=2", "the others one", "virtual_pp=1"],
         lambda: TrainConfig(schedule="1f1b", virtual_pp=1),
     ),
-    "zero stage": (lambda: TrainConfig(zero_stage=3), ["zero_stage=3", "one of 0, 1", "default is 1"], lambda: TrainConfig(zero_stage=1)),
+    "zero stage": (
+        lambda: TrainConfig(zero_stage=4),
+        ["zero_stage=4", "one of 0, 1, 2, 3", "default is 1"],
+        lambda: TrainConfig(zero_stage=1),
+    ),
+    "stage 2 with stages in turn": (
+        lambda: TrainConfig(zero_stage=2, zero_once_a_step=False, schedule="interleaved", virtual_pp=2),
+        ["zero_stage=2, zero_once_a_step=False, schedule='interleaved'", "all that a rank holds at once", "zero_once_a_step=True"],
+        lambda: TrainConfig(zero_stage=2, zero_once_a_step=True, schedule="interleaved", virtual_pp=2),
+    ),
+    "wide wire": (
+        lambda: TrainConfig(dtype="bfloat16", accumulate_dtype="bfloat16", reduce_dtype="float32"),
+        ["reduce_dtype='float32', accumulate_dtype 'bfloat16'", "cannot be wider", "reduce_dtype='bfloat16'"],
+        lambda: TrainConfig(dtype="bfloat16", accumulate_dtype="bfloat16", reduce_dtype="bfloat16"),
+    ),
+    "wide accumulators": (
+        lambda: TrainConfig(dtype="bfloat16", accumulate_dtype="float64"),
+        ["accumulate_dtype='float64', the master weights 'float32'", "cannot be wider", "accumulate_dtype='float32'"],
+        lambda: TrainConfig(dtype="float64", accumulate_dtype="float64"),
+    ),
     "schedule": (
         lambda: TrainConfig(schedule="zigzag"),
         ["schedule='zigzag'", "one of gpipe, 1f1b"],
@@ -285,8 +304,8 @@ def test_divisors() -> None:
         (TrainConfig, {"compile": None}, "compile=None: compile must be true or false"),
         (ModelConfig, {"dim": 10**30}, "dim=1000000000000000000000000000000: dim must be below 2**48"),
         (TrainConfig, {"steps": 10**320}, "steps=1000"),
-        (TrainConfig, {"zero_stage": 1.0}, "zero_stage=1.0: zero_stage must be one of 0, 1"),
-        (TrainConfig, {"zero_stage": True}, "zero_stage=True: zero_stage must be one of 0, 1"),
+        (TrainConfig, {"zero_stage": 1.0}, "zero_stage=1.0: zero_stage must be one of 0, 1, 2, 3"),
+        (TrainConfig, {"zero_stage": True}, "zero_stage=True: zero_stage must be one of 0, 1, 2, 3"),
     ],
 )
 def test_single_values(record: type, fields: dict[str, object], text: str) -> None:

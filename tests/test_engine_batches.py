@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from pymesh3d.engine import Engine, parallelize
 from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.mesh import init_mesh
 from pymesh3d.models.llama import Llama
-from tests.plain import FLOAT64, SMALL, batch_of, share
+from tests.plain import FLOAT64, SMALL, Batch, batch_of, share
 
 Ranks = Callable[..., list[Any]]
 SHAPE = "ranks [{}] had another shape of batch than rank {}, and all have dp coordinate {}. "
@@ -111,3 +114,30 @@ def test_a_closed_mesh_takes_no_step(ranks: Ranks, sizes: dict[str, int]) -> Non
     world = math.prod(sizes.values())
     text = "axis all of a closed mesh: its ranks no longer talk to each other. Call mesh.close() last"
     assert ranks(world, after_the_end, sizes) == [[text] * 3] * world
+
+
+def dies_in_a_step(batches: Sequence[Batch]) -> tuple[str, float] | None:
+    """pp 2 x dp 2; in the second step rank 3 ends in the middle of its second microbatch."""
+    engine = engine_on(pp=2, dp=2, timeout_s=5)
+    engine.train_step(share(batches[0], engine))
+    if engine.mesh.rank == 3:
+        forward = engine.stages[engine.mesh.pp.rank].forward
+        engine.stages[engine.mesh.pp.rank].forward = lambda number, *rest, **options: (
+            os._exit(7) if number else forward(number, *rest, **options)
+        )  # type: ignore[method-assign]
+    began = time.monotonic()
+    try:
+        engine.train_step(share(batches[1], engine))
+    except DistributedError as error:
+        return str(error), time.monotonic() - began
+    return None
+
+
+def test_a_rank_that_dies_in_a_step_is_an_error_on_all_others(fresh_ranks: Ranks) -> None:
+    told = fresh_ranks(4, dies_in_a_step, [batch_of(8, 8, seed=1), batch_of(8, 8, seed=2)], timeout=30.0, expect_dead=[3])
+    assert told[3] is None
+    for rank in range(3):
+        text, seconds = told[rank]
+        assert text.startswith(f"rank {rank}: ") and " failed after " in text and "with ranks [" in text
+        assert seconds < 10.0
+    assert re.search(r"(activations|gradients) of microbatch \d over axis pp with ranks \[3\]", told[1][0])

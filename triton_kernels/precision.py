@@ -21,7 +21,7 @@ def _cast(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 @jit
 def _cast_of_the_interpreter(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The interpreter itself cuts the last bits off."""
-    if DTYPE == tl.bfloat16 and x.dtype != tl.bfloat16:
+    if tl.bfloat16 == DTYPE and x.dtype != tl.bfloat16:
         bits = x.to(tl.float32).to(tl.int32, bitcast=True)
         bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)
         return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)

@@ -119,7 +119,7 @@ def wait_for_ranks_kernel(flags, trouble, told, rank, length, call, patience: tl
 
 @jit(do_not_specialize=["rank", "length", "patience"])
 def meet_kernel(flags, calls, trouble, told, rank, length, patience: tl.int64, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program, which tells all other ranks, and ends when all have told this one. It counts its calls itself, and so can be replayed."""
+    """One program, which tells all other ranks, and ends when all have told this one. It counts its calls itself: it can be replayed."""
     call = tl.load(calls) + 1
     mine = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
     tell_others(flags, rank, rank * length, call, RANKS)

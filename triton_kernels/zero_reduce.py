@@ -1,8 +1,8 @@
 """A rank's shard of the sum of all ranks' gradients, read out of their memory: what is sent is rounded, and then added up by its owner.
 
 Legend: a bucket is a flat run of gradients, alike on all ranks, whose shards, one a rank, consist of tiles of TILE numbers. What a rank
-contributes is rounded once, to the wire's dtype, where it lies: each tile to the front of the memory that it has taken. So no second copy is
-needed, and what others read still lies in runs of 2 KiB. The sum is float32 (float64 for float64), in the order of ranks, and stays so.
+contributes is rounded once, to the wire's dtype, where it lies: each tile to the front of the memory that it has taken. So no second copy
+is needed, and what others read still lies in runs of 2 KiB. The sum is float32 (float64 for float64), in the order of ranks, and stays so.
 """
 
 from __future__ import annotations

@@ -101,10 +101,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
         grad *= factor.to(tl.float32)
         here = aligned(weights + RANK, WEIGHT) + place
         kept = tl.load(masters + number)
-        if masters.dtype.element_ty == tl.int16:
-            master = joined(tl.load(here), kept)
-        else:
-            master = kept
+        master = joined(tl.load(here), kept) if masters.dtype.element_ty == tl.int16 else kept
         if ADAMW:
             if DECOUPLED:
                 master -= lr * decay * master
@@ -150,10 +147,10 @@ def update(
 ) -> None:
     """One step of `rule` on shard number `shard` of a bucket; with `push` all ranks get the new parameters, else this `rank`.
 
-    `masters` [tiles * TILE] are float32, or int16: then the last 16 bits of what the parameters, bfloat16, are the first bits of. `remembered`:
-    AdamW's averages of gradients and of their squares; SGD's momentum, if it has any. `weights`, int64 [ranks], says where the bucket's
-    parameters of `dtype` begin on each rank. The gradients, times `scale`, float64 [1], are `grads` [tiles * TILE], or the sum of the ranks'
-    `contributions`, int64 [ranks], as `reduce_shard` takes them. Where `scale` is NaN nothing changes.
+    `masters` [tiles * TILE] are float32, or int16: then the last 16 bits of what the parameters, bfloat16, are the first bits of.
+    `remembered`: AdamW's averages of gradients and of their squares; SGD's momentum, if it has any. `weights`, int64 [ranks], says where
+    the bucket's parameters of `dtype` begin on each rank. The gradients, times `scale`, float64 [1], are `grads` [tiles * TILE], or the sum
+    of the ranks' `contributions`, int64 [ranks], as `reduce_shard` takes them. Where `scale` is NaN nothing changes.
     """
     assert masters.numel() % TILE == 0 and (grads is None) != (contributions is None), f"{masters.numel()} masters"
     tiles = masters.numel() // TILE

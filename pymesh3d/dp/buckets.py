@@ -1,4 +1,4 @@
-"""Flat buffers behind the parameters: one layout of buckets, padding and shards that every ZeRO stage uses."""
+"""Runs of parameters in flat memory: one layout of buckets, padding and shards that every ZeRO stage uses."""
 
 from __future__ import annotations
 
@@ -8,48 +8,85 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from pymesh3d.ops.accumulate import attach_buffer
 from pymesh3d.placement import place, placement_of
+from pymesh3d.triton_kernels.zero_reduce import TILE
 
 ALIGN = 64  # elements; every parameter starts on a 128-byte boundary in bf16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slot:
-    """One parameter's place in a bucket: elements [start, stop)."""
+    """One parameter's place in a bucket: elements [start, stop). Hooks of autograd's `node` run when a pass has all of the gradient."""
 
     parameter: nn.Parameter
+    shape: torch.Size
     start: int
     stop: int
+    node: Node  # kept, or autograd would forget the hooks; and made while the parameter has its shape
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Its part of a flat buffer, in its shape."""
+        return flat[self.start : self.stop].view(self.shape)
 
 
 class Bucket:
-    """A run of parameters in one flat buffer, their gradients in a second one, each cut into equal shards.
+    """A run of parameters that lie in one flat buffer, their gradients in a second one, each cut into equal shards of whole tiles.
 
-    `weights` (the model's dtype) is what the parameters view; `grads` (float32, or float64 for a float64 model) is what
-    every microbatch adds to; `shard(x)` is one rank's part of either.
+    `weights` (the model's dtype) is what the parameters view; `grads` is what every microbatch adds to, the parameters' `main_grad`: of
+    `accumulate`, by default float32, or float64 for a float64 model. `decay` is whether the optimizer's weight decay applies,
+    `late` whether their gradients are complete only after the last backward pass, `unit` the module for whose passes alone they are whole.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], *, shards: int, decay: bool) -> None:
-        self.decay = decay
-        self.shards = shards
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        shards: int,
+        decay: bool,
+        late: bool = False,
+        unit: int | None = None,
+        accumulate: torch.dtype | None = None,
+    ) -> None:
+        self.decay, self.late, self.unit, self.shards = decay, late, unit, shards
         self.slots: list[Slot] = []
         end = 0
         for parameter in parameters:
-            self.slots.append(Slot(parameter=parameter, start=end, stop=end + parameter.numel()))
+            stop, node = end + parameter.numel(), get_gradient_edge(parameter).node
+            self.slots.append(Slot(parameter=parameter, shape=parameter.shape, start=end, stop=stop, node=node))
             end = math.ceil((end + parameter.numel()) / ALIGN) * ALIGN
-        size = math.ceil(end / (shards * ALIGN)) * shards * ALIGN
+        self.size = math.ceil(end / (shards * TILE)) * shards * TILE
+        self.shard_size = self.size // shards
         like = parameters[0]
-        self.weights = torch.zeros(size, dtype=like.dtype, device=like.device)
-        self.grads = torch.zeros(size, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32, device=like.device)
-        with torch.no_grad():
-            for slot in self.slots:
-                view = self.weights[slot.start : slot.stop].view_as(slot.parameter)
-                view.copy_(slot.parameter)
-                slot.parameter.data = view
-                attach_buffer(slot.parameter, self.grads[slot.start : slot.stop].view_as(slot.parameter))
+        self.dtype, self.device = like.dtype, like.device
+        self.master_dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        self.grad_dtype = accumulate or self.master_dtype
+        self.weights, self.grads = (torch.empty(0, dtype=dtype, device=like.device) for dtype in (self.dtype, self.grad_dtype))
+        for slot in self.slots:
+            attach_buffer(slot.parameter, torch.empty(0, dtype=self.grad_dtype, device=like.device))
         self._versions = [slot.parameter._version for slot in self.slots]  # autograd counts what is written in place
+
+    @torch.no_grad()
+    def hold_weights(self, flat: torch.Tensor) -> None:
+        """Move the parameters, with their values, into this memory [size]; padding becomes 0."""
+        flat.zero_()
+        for slot in self.slots:
+            slot.of(flat).copy_(slot.parameter)
+        self.show_weights(flat)
+
+    def show_weights(self, flat: torch.Tensor) -> None:
+        """Let the parameters be what this memory [size] holds; with none of it [0] they are empty."""
+        self.weights = flat
+        for slot in self.slots:
+            slot.parameter.data = slot.of(flat) if flat.numel() else flat
+
+    def show_grads(self, flat: torch.Tensor) -> None:
+        """Let gradients be added to this memory [size]; with none of it [0] they cannot."""
+        self.grads = flat
+        for slot in self.slots:
+            slot.parameter.main_grad.data = slot.of(flat) if flat.numel() else flat  # type: ignore[attr-defined]
 
     def written(self) -> list[Slot]:
         """Slots whose parameter was written to in place since the last call."""
@@ -59,17 +96,18 @@ class Bucket:
 
     def left(self) -> list[Slot]:
         """Slots whose parameter lies in other memory now, as after `module.to(...)`."""
+        if not self.weights.numel():
+            return [slot for slot in self.slots if slot.parameter.numel()]
         first, size = self.weights.data_ptr(), self.weights.element_size()
         return [slot for slot in self.slots if slot.stop > slot.start and slot.parameter.data_ptr() != first + slot.start * size]
 
     def shard(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
         """The part of a flat buffer that `rank` owns."""
-        return flat.chunk(self.shards)[rank]
+        return flat[rank * self.shard_size : (rank + 1) * self.shard_size]
 
     def counted(self, tp_rank: int, stage: int, shard: int) -> list[tuple[int, int]]:
         """Ranges of one shard, relative to its start, that this rank contributes to a norm (see Placement.counted)."""
-        size = self.weights.numel() // self.shards
-        low, high = shard * size, (shard + 1) * size
+        low, high = shard * self.shard_size, (shard + 1) * self.shard_size
         found: list[tuple[int, int]] = []
         for slot in self.slots:
             for start, stop in placement_of(slot.parameter).counted(tp_rank, stage):
@@ -86,18 +124,33 @@ class Bucket:
         return not any(slot.start < stop and slot.stop > start for slot in self.slots)
 
 
-def make_buckets(parameters: Iterable[nn.Parameter], *, shards: int, elements: int, decays: Callable[[nn.Parameter], bool]) -> list[Bucket]:
-    """Sort parameters into buckets of about `elements` elements: alike in weight decay, and replicated ones by themselves.
+def make_buckets(
+    parameters: Iterable[nn.Parameter],
+    *,
+    shards: int,
+    elements: int,
+    decays: Callable[[nn.Parameter], bool],
+    unit: Callable[[nn.Parameter], int | None] = lambda _: None,
+    accumulate: torch.dtype | None = None,
+) -> list[Bucket]:
+    """Sort parameters into buckets of about `elements` elements: alike in weight decay and unit, and replicated ones by themselves.
 
-    Keeping replicated parameters apart makes the ranges that a norm counts long.
+    Keeping replicated parameters apart makes the ranges that a norm counts long; keeping those apart whose gradients other ranks of the
+    stage or the tp axis have to add to lets the others be reduced during backward.
     """
-    kinds: dict[tuple[bool, bool, torch.dtype], list[list[nn.Parameter]]] = {}
+    kinds: dict[tuple[bool, bool, bool, int | None, torch.dtype], list[list[nn.Parameter]]] = {}
     for parameter in parameters:
-        runs = kinds.setdefault((decays(parameter), placement_of(parameter).replicated, parameter.dtype), [[]])
+        placement = placement_of(parameter)
+        key = decays(parameter), placement.replicated, placement.has_summands, unit(parameter), parameter.dtype
+        runs = kinds.setdefault(key, [[]])
         if runs[-1] and sum(p.numel() for p in runs[-1]) + parameter.numel() > elements:
             runs.append([])
         runs[-1].append(parameter)
-    buckets = [Bucket(run, shards=shards, decay=kind[0]) for kind, runs in kinds.items() for run in runs]
+    buckets = [
+        Bucket(run, shards=shards, decay=decay, late=late, unit=of, accumulate=accumulate)
+        for (decay, _, late, of, _), runs in kinds.items()
+        for run in runs
+    ]
     for number, bucket in enumerate(buckets):
         for slot in bucket.slots:
             place(slot.parameter, dataclasses.replace(placement_of(slot.parameter), zero=(number, slot.start)))

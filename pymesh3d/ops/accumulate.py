@@ -36,10 +36,18 @@ def _name(handle: int) -> str:
     return f"gradient buffer {handle}"
 
 
+def opened(buffer: torch.Tensor) -> torch.Tensor:
+    """`buffer`, which gets its memory now if it has none (its `open` does that)."""
+    if not buffer.numel() and (give_memory := getattr(buffer, "open", None)) is not None:
+        give_memory()
+    return buffer
+
+
 def add_weight_grad(buffer: torch.Tensor | None, grad_out: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
     """Add grad_out^T x ([T, N]^T [T, K] -> [N, K]) to `buffer` and return None; return it where there is no buffer."""
     if buffer is None:
         return grad_out.t().mm(x)
+    opened(buffer)
     if buffer.dtype == x.dtype:
         buffer.addmm_(grad_out.t(), x)
     elif x.is_cuda:  # bf16 operands, fp32 result: nothing is rounded on the way into the buffer
@@ -53,5 +61,5 @@ def add_grad(buffer: torch.Tensor | None, grad: torch.Tensor, dtype: torch.dtype
     """Add `grad` to `buffer` and return None; return it, in `dtype`, where there is no buffer."""
     if buffer is None:
         return grad.to(dtype)
-    buffer.add_(grad)
+    opened(buffer).add_(grad)
     return None

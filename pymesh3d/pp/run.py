@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -25,9 +26,17 @@ class Microbatch:
 
 
 def run(
-    steps: Sequence[Sequence[Action]], stages: Mapping[int, Stage], links: Links, microbatches: Sequence[Microbatch], *, train: bool = True
+    steps: Sequence[Sequence[Action]],
+    stages: Mapping[int, Stage],
+    links: Links,
+    microbatches: Sequence[Microbatch],
+    *,
+    train: bool = True,
+    last_pass: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> torch.Tensor:
     """Carry out one rank's steps on the stages that it holds. Returns the sum of its losses, float64 [] (0 without the last stage).
+
+    `last_pass(stage)` is around what completes the gradients of a stage.
 
     Raises DistributedError where a run has failed before, whatever the reason: its messages would be taken for this one's.
     """
@@ -36,6 +45,7 @@ def run(
     loss = torch.zeros((), dtype=torch.float64, device=device)
     made: dict[Action, torch.Tensor | None] = {}  # by F and B, until it is sent
     split = {action.stage for action, *_ in steps if action.kind == "W"}  # stages whose backwards are taken in two
+    completes = {action.stage: action for action, *_ in steps if action.kind in ("B", "W")}  # the last of each stage
     links_of = {"RF": links.before, "SB": links.before, "SF": links.after, "RB": links.after}
     try:
         for action, *others in steps:
@@ -51,9 +61,11 @@ def run(
                         made[Action("SF", number, action.stage)] = output
                 case "B":
                     grad = None if stage.last else _open(links.after).take()
-                    made[Action("SB", number, action.stage)] = stage.backward(number, grad, split=action.stage in split)
+                    with last_pass(action.stage) if action == completes[action.stage] else nullcontext():
+                        made[Action("SB", number, action.stage)] = stage.backward(number, grad, split=action.stage in split)
                 case "W":
-                    stage.weights(number)
+                    with last_pass(action.stage) if action == completes[action.stage] else nullcontext():
+                        stage.weights(number)
                 case "RF" | "RB" | "SF" | "SB":
                     _transfer(_open(links_of[action.kind]), (action, *others), made, microbatches)
                 case _:

@@ -9,8 +9,17 @@ from torch import nn
 
 from pymesh3d.dp.buckets import ALIGN, Bucket, make_buckets
 from pymesh3d.placement import Part, Placement, place, placement_of
+from pymesh3d.triton_kernels.zero_reduce import TILE
 
 SHAPES = st.lists(st.one_of(st.tuples(st.integers(1, 300)), st.tuples(st.integers(1, 20), st.integers(1, 20))), min_size=1, max_size=8)
+
+
+def held(buckets: list[Bucket]) -> list[Bucket]:
+    """Buckets with memory."""
+    for bucket in buckets:
+        bucket.hold_weights(torch.full((bucket.size,), torch.nan, dtype=bucket.dtype))
+        bucket.show_grads(torch.zeros(bucket.size, dtype=bucket.grad_dtype))
+    return buckets
 
 
 def is_matrix(parameter: nn.Parameter) -> bool:
@@ -22,7 +31,7 @@ def is_matrix(parameter: nn.Parameter) -> bool:
 def test_every_parameter_lies_in_one_bucket(shapes: list[tuple[int, ...]], shards: int, elements: int) -> None:
     parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     before = [p.detach().clone() for p in parameters]
-    buckets = make_buckets(parameters, shards=shards, elements=elements, decays=is_matrix)
+    buckets = held(make_buckets(parameters, shards=shards, elements=elements, decays=is_matrix))
     slots = [(number, slot) for number, bucket in enumerate(buckets) for slot in bucket.slots]
     assert sorted(id(slot.parameter) for _, slot in slots) == sorted(map(id, parameters))
     for number, slot in slots:
@@ -34,7 +43,7 @@ def test_every_parameter_lies_in_one_bucket(shapes: list[tuple[int, ...]], shard
         assert bucket.weights.numel() == bucket.grads.numel() >= bucket.slots[-1].stop
         assert len(bucket.slots) == 1 or sum(slot.parameter.numel() for slot in bucket.slots) <= elements
         shared = [bucket.shard(bucket.weights, rank) for rank in range(shards)]
-        assert {part.numel() for part in shared} == {bucket.weights.numel() // shards} and not bucket.weights.numel() % (shards * ALIGN)
+        assert {part.numel() for part in shared} == {bucket.weights.numel() // shards} and not bucket.weights.numel() % (shards * TILE)
         assert torch.equal(torch.cat(shared), bucket.weights)
     for parameter, old in zip(parameters, before, strict=True):
         assert torch.equal(parameter, old)
@@ -42,7 +51,8 @@ def test_every_parameter_lies_in_one_bucket(shapes: list[tuple[int, ...]], shard
 
 def test_parameters_and_gradients_are_views_of_the_flat_buffers() -> None:
     parameters = [nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(5))]
-    bucket = Bucket(parameters, shards=2, decay=True)
+    (bucket,) = held([Bucket(parameters, shards=2, decay=True)])
+    assert (bucket.weights.numel(), bucket.weights.sum()) == (2 * TILE, 11.0), "padding is zero"
     bucket.weights.fill_(7.0)
     bucket.grads.fill_(8.0)
     for parameter in parameters:
@@ -50,12 +60,16 @@ def test_parameters_and_gradients_are_views_of_the_flat_buffers() -> None:
         assert (parameter.main_grad == 8.0).all() and parameter.main_grad.shape == parameter.shape  # type: ignore[attr-defined]
     bucket.shard(bucket.weights, 0).zero_()
     assert parameters[0].sum() == 0.0
+    for flat in (bucket.weights.new_empty(0), bucket.weights):
+        bucket.show_weights(flat)
+        bucket.show_grads(flat)
+        assert [p.numel() for p in parameters] == [p.main_grad.numel() for p in parameters] == ([6, 5] if flat.numel() else [0, 0])  # type: ignore[attr-defined]
 
 
 def test_accumulators_are_float32_or_finer() -> None:
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
-        bucket = Bucket([nn.Parameter(torch.ones(4, dtype=dtype))], shards=1, decay=False)
-        assert (bucket.weights.dtype, bucket.grads.dtype) == (dtype, wide)
+        (bucket,) = held([Bucket([nn.Parameter(torch.ones(4, dtype=dtype))], shards=1, decay=False)])
+        assert (bucket.weights.dtype, bucket.grads.dtype, bucket.master_dtype) == (dtype, wide, wide)
 
 
 def test_dtypes_and_weight_decay_and_replication_are_kept_apart() -> None:
@@ -111,7 +125,7 @@ def test_every_number_is_counted_once_over_all_ranks(data: st.DataObject, tp: in
             placement.shard(full, parameter.data, rank)
             place(parameter, placement)
             parameters.append(parameter)
-        for bucket in make_buckets(parameters, shards=dp, elements=elements, decays=is_matrix):
+        for bucket in held(make_buckets(parameters, shards=dp, elements=elements, decays=is_matrix)):
             for shard in range(dp):
                 own = bucket.shard(bucket.weights, shard)
                 counted += [own[start:stop] for start, stop in bucket.counted(rank, 0, shard)]
@@ -121,5 +135,5 @@ def test_every_number_is_counted_once_over_all_ranks(data: st.DataObject, tp: in
 
 def test_neighbouring_ranges_are_counted_in_one_piece() -> None:
     """Padding between parameters is zero, so a norm runs over it rather than in many small pieces."""
-    bucket = Bucket([nn.Parameter(torch.ones(10)) for _ in range(50)], shards=2, decay=False)
+    bucket = Bucket([nn.Parameter(torch.ones(100)) for _ in range(20)], shards=2, decay=False)
     assert [len(bucket.counted(0, 0, shard)) for shard in range(2)] == [1, 1]

@@ -1,0 +1,88 @@
+"""How dp ranks exchange what they have of a bucket, by collectives: contributions to the gradients, and new parameters."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from pymesh3d.axis import Axis
+from pymesh3d.comm.collectives import Pending, all_gather, all_to_all
+from pymesh3d.dp.buckets import Bucket
+from pymesh3d.triton_kernels.precision import compute_dtype
+
+
+class _Sent(NamedTuple):
+    """The contributions to one bucket, under way to the owners of its shards."""
+
+    rows: Pending
+    grads: torch.Tensor
+    out: torch.Tensor
+    add: bool
+
+
+class Collectives:
+    """What a rank contributes is rounded once, to `wire` (None: to the parameters' dtype); the sum is float32 at least, in rank order.
+
+    With `everywhere` all ranks get all sums. On GPUs they run on a stream of their own, beside a backward pass.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device, *, wire: torch.dtype | None, everywhere: bool) -> None:
+        self._axis, self._device, self._wire, self._everywhere = axis, device, wire, everywhere
+        self._sent: collections.deque[_Sent] = collections.deque()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and axis.size > 1 else None
+
+    def memory(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+        """Memory of so many numbers each, all 0, in which buckets can stay."""
+        return [torch.zeros(size, dtype=dtype, device=self._device) for size, dtype in wanted]
+
+    def lend(self, bucket: Bucket) -> torch.Tensor:
+        """Memory for the gradients of a bucket, all 0, until `reduce` has been called."""
+        return torch.zeros(bucket.size, dtype=bucket.grad_dtype, device=bucket.device)
+
+    def reduce(self, bucket: Bucket, out: torch.Tensor, *, add: bool = False) -> None:
+        """Begin to sum a bucket's gradients over the ranks: this rank's shard into `out`, or with `add` to what that has.
+
+        `out` may be this rank's shard of the gradients themselves, which are lost. All ranks must call in one order.
+        """
+        with self._aside():
+            if self._stream is not None:
+                bucket.grads.record_stream(self._stream)
+            contribution = bucket.grads.to(self._wire or bucket.dtype)
+            self._sent.append(_Sent(all_to_all(contribution, self._axis), bucket.grads, out, add))
+            if len(self._sent) == 2:  # one travels while the other is added up; more would only take memory
+                self._add_up()
+
+    def finish(self) -> None:
+        """What is enqueued from now on finds all sums."""
+        with self._aside():
+            while self._sent:
+                self._add_up()
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def gather(self, shard: torch.Tensor, out: torch.Tensor) -> Pending:
+        """Begin to collect the ranks' shards in `out`, of which `shard` may be this rank's part."""
+        return all_gather(shard, self._axis, out=out)
+
+    def _add_up(self) -> None:
+        rows, grads, out, add = self._sent.popleft()
+        total = rows.wait().view(self._axis.size, -1).sum(0, dtype=compute_dtype(out.dtype))
+        if add:
+            out.add_(total)
+        else:
+            out.copy_(total)
+        if self._everywhere:
+            all_gather(out, self._axis, out=grads).wait()
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield

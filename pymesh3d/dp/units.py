@@ -1,0 +1,198 @@
+"""Parameters that are whole only while a module needs them, as in stage 3: gathered before each pass through it, and let go after."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from pymesh3d.comm.collectives import Pending
+from pymesh3d.dp.buckets import Bucket
+from pymesh3d.dp.exchange import Collectives
+
+Pass = tuple[str, "Unit"]  # "forward" or "backward" through it
+
+
+class Unit:
+    """One module and the buckets of its parameters. Of each bucket this rank keeps a shard; `weights` has memory while it is whole."""
+
+    def __init__(self, module: nn.Module, buckets: Sequence[Bucket], rank: int) -> None:
+        self.module, self.buckets = module, buckets
+        self.parameters = {id(slot.parameter) for bucket in buckets for slot in bucket.slots}
+        self.shards: list[torch.Tensor] = []
+        self._whole: list[torch.Tensor] = []
+        self._pending: list[Pending] | None = None
+        self.held = False
+        self.missing: set[int] | None = None  # parameters whose gradients the backward pass that is under way has not computed yet
+        for bucket in buckets:
+            flat = torch.empty(bucket.size, dtype=bucket.dtype, device=bucket.device)
+            bucket.hold_weights(flat)
+            self._whole.append(flat)
+            self.shards.append(bucket.shard(flat, rank).clone())
+        self.let_go()
+
+    @torch.no_grad()
+    def start(self, exchange: Collectives) -> None:
+        """Begin to gather it, if it is not whole."""
+        if self.held:
+            return
+        self.held = True
+        for flat in self._whole:
+            flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+        self._pending = [exchange.gather(shard, flat) for shard, flat in zip(self.shards, self._whole, strict=True)]
+
+    def finish(self) -> None:
+        """What is enqueued from now on finds it whole."""
+        assert self.held, "it has been started"
+        if self._pending is not None:
+            for pending, bucket, flat in zip(self._pending, self.buckets, self._whole, strict=True):
+                pending.wait()
+                bucket.show_weights(flat)
+            self._pending = None
+
+    def let_go(self) -> None:
+        """Keep the shards only."""
+        if self._pending is not None:
+            self.finish()
+        for bucket, flat in zip(self.buckets, self._whole, strict=True):
+            bucket.show_weights(flat.new_empty(0))
+            flat.untyped_storage().resize_(0)
+        self.held = False
+
+    @torch.no_grad()
+    def take_over(self, rank: int) -> None:
+        """Give this rank's shards the values that the parameters have."""
+        for bucket, shard, flat in zip(self.buckets, self.shards, self._whole, strict=True):
+            shard.copy_(bucket.shard(flat, rank))
+
+
+class Units:
+    """All of them. While one computes, the one that came after it the last time is gathered already.
+
+    `once`: what a pass has gathered stays until the step, for pipelines, where several microbatches go through in turns.
+    """
+
+    def __init__(self, units: Sequence[Unit], exchange: Collectives, rank: int, *, once: bool) -> None:
+        self._units, self._exchange, self._rank, self._once = units, exchange, rank, once
+        self._after: dict[Pass, Pass] = {}
+        self._latest: Pass | None = None
+        for unit in units:
+            unit.module.register_forward_pre_hook(functools.partial(self._before_forward, unit))
+            unit.module.register_forward_hook(functools.partial(self._after_forward, unit))
+            for bucket in unit.buckets:
+                for slot in bucket.slots:
+                    slot.node.register_hook(functools.partial(self._arrived, unit, id(slot.parameter)))
+            for inner in unit.module.modules():
+                if inner is unit.module or next(inner.parameters(recurse=False), None) is not None:
+                    self._keep_whole_in_dicts(unit, inner)
+
+    def _keep_whole_in_dicts(self, unit: Unit, inner: nn.Module) -> None:
+        """`state_dict` and `load_state_dict` of a module within the unit, and of all around it, find it whole. All ranks must call."""
+
+        def gather(*_: object) -> None:
+            unit.start(self._exchange)
+            unit.finish()
+
+        def copy(_: nn.Module, state: dict[str, Any], prefix: str, __: object) -> None:
+            for name, value in state.items():
+                if name.startswith(prefix) and isinstance(value, torch.Tensor):
+                    state[name] = value.clone()  # what is returned must not be let go
+            self._let_go_if_unused(unit)
+
+        def take_over(*_: object) -> None:
+            unit.take_over(self._rank)
+            self._let_go_if_unused(unit)
+
+        inner.register_state_dict_pre_hook(gather)
+        inner.register_state_dict_post_hook(copy)
+        inner.register_load_state_dict_pre_hook(gather)
+        inner.register_load_state_dict_post_hook(take_over)
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """All parameters are whole within; what is written into them counts. All ranks must enter."""
+        for unit in self._units:
+            unit.start(self._exchange)
+            unit.finish()
+        try:
+            yield
+        finally:
+            for unit in self._units:
+                unit.take_over(self._rank)
+                self._let_go_if_unused(unit)
+
+    def let_go(self) -> None:
+        """Let go of all: their values are about to change."""
+        self._latest = None
+        for unit in self._units:
+            unit.missing = None
+            if unit.held:
+                unit.let_go()
+
+    def _let_go_if_unused(self, unit: Unit) -> None:
+        if not self._once and unit.missing is None:
+            unit.let_go()
+
+    def _enter(self, this: Pass) -> None:
+        unit = this[1]
+        unit.start(self._exchange)
+        unit.finish()
+        if self._latest is not None:
+            self._after[self._latest] = this
+        self._latest = this
+        if this in self._after:
+            self._after[this][1].start(self._exchange)
+
+    def _before_forward(self, unit: Unit, *_: object) -> None:
+        if unit.missing is None:  # else backward computes it again
+            self._enter(("forward", unit))
+
+    def _after_forward(self, unit: Unit, _: object, __: object, output: object) -> None:
+        if unit.missing is not None:
+            return
+        if torch.is_grad_enabled():
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(lambda _: self._before_backward(unit))
+        if not self._once and self._after.get(("forward", unit)) != ("backward", unit):
+            unit.let_go()
+
+    @torch.no_grad()
+    def _before_backward(self, unit: Unit) -> None:
+        if unit.missing is None:
+            unit.missing = set(unit.parameters)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._after_backward(unit))
+            self._enter(("backward", unit))
+
+    @torch.no_grad()
+    def _arrived(self, unit: Unit, parameter: int, *_: object) -> None:
+        if unit.missing is not None:
+            unit.missing.discard(parameter)
+            if not unit.missing:
+                self._after_backward(unit)
+
+    def _after_backward(self, unit: Unit) -> None:
+        if unit.missing is not None:
+            unit.missing = None
+            self._let_go_if_unused(unit)
+
+
+def find_units(module: nn.Module) -> list[nn.Module]:
+    """The modules that a model keeps in lists, dicts and sequences, as its layers; of nested ones the outermost."""
+    found: list[nn.Module] = []
+
+    def look(container: nn.Module, listed: bool) -> None:
+        for child in container.children():
+            inner = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+            if listed and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+                found.append(child)
+            else:
+                look(child, inner)
+
+    look(module, isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential))
+    return found
