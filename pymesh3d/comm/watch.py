@@ -19,20 +19,35 @@ THREAD_PERIOD = 0.1  # the same for the thread that looks meanwhile; torch's wat
 
 def on_host(tensor: torch.Tensor, operation: str, axis: Axis) -> torch.Tensor:
     """A small tensor on the host, once it has been computed. Raises DistributedError as `wait_for_gpu` does."""
+    return fetched(tensor, operation, axis)()
+
+
+def fetched(tensor: torch.Tensor, operation: str, axis: Axis) -> Callable[[], torch.Tensor]:
+    """What waits for a small tensor and returns it on the host; not for what is enqueued from now on. Raises as `wait_for_gpu` does."""
     if not tensor.is_cuda:
-        return tensor
+        return lambda: tensor
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     copy.copy_(tensor, non_blocking=True)
-    wait_for_gpu(operation, axis)
-    return copy
+    done = torch.cuda.Event()
+    done.record()
+
+    def wait() -> torch.Tensor:
+        _wait_for(done, operation, axis)
+        return copy
+
+    return wait
 
 
 def wait_for_gpu(operation: str, axis: Axis) -> None:
     """Let the host wait for what the current stream has to do. Raises DistributedError if a peer is lost or the axis' time runs out."""
     done = torch.cuda.Event()
     done.record()
+    _wait_for(done, operation, axis)
+
+
+def _wait_for(event: torch.cuda.Event, operation: str, axis: Axis) -> None:
     with named(operation, axis):
-        wait_until(done.query, axis.watched, axis.timeout.total_seconds())
+        wait_until(event.query, axis.watched, axis.timeout.total_seconds())
 
 
 def wait_until(done: Callable[[], bool], watched: Iterable[Watched], seconds: float) -> None:

@@ -21,15 +21,49 @@ ALIGNED = 512  # bytes: of each half of the slots
 MOST = 1024  # products that are prepared
 
 
-class Workspace:
-    """The slots and counters of one op along one axis, on one stream. It is watched: a rank that did not come is an error.
+class Waits:
+    """What the kernels of one op, which wait for other ranks of an axis, count in. It is watched: a rank that did not come is an error."""
+
+    def __init__(self, op: str, axis: Axis, device: torch.device) -> None:
+        self._op, self._axis, self._device = op, axis, device
+        self.counters = Counters.on(device)
+        self._trouble = torch.full((1,), -1, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+    def check(self) -> None:
+        """Raise RuntimeError that names the rank for which a call has waited in vain."""
+        for counters in self._all_counters():
+            missing = counters.missing()
+            if missing is not None:
+                rank, tile = missing
+                raise RuntimeError(f"rank {self._axis.ranks[rank]} did not send {self._named(tile)} of {self._op} within the time limit")
+
+    def _named(self, tile: int) -> str:
+        """What a kernel that waits calls a tile, in words."""
+        return f"tile {tile}"
+
+    def abort(self, seconds: float) -> bool:
+        """End all waits, of which each looks at this number. A copy needs no room on a GPU that is full of those that wait."""
+        aside = torch.cuda.stream(torch.cuda.Stream(self._device)) if self._device.type == "cuda" else contextlib.nullcontext()
+        with aside:
+            for counters in self._all_counters():
+                counters.trouble.copy_(self._trouble, non_blocking=self._device.type == "cuda")
+        return True
+
+    def _all_counters(self) -> list[Counters]:
+        return [self.counters]
+
+    def close(self) -> None:
+        """Give up what memory there is."""
+
+
+class Workspace(Waits):
+    """The slots and counters of one op along one axis, on one stream.
 
     No call may return or keep its memory, which the next call of the same op writes into.
     """
 
     def __init__(self, op: str, axis: Axis, device: torch.device) -> None:
-        self._op, self._axis, self._device = op, axis, device
-        self.counters = Counters.on(device)
+        super().__init__(op, axis, device)
         self._memory: SymmetricBuffer | None = None
         self._flags: SymmetricBuffer | None = None
         self._slots: Slots | None = None
@@ -38,7 +72,6 @@ class Workspace:
         self._prepared: dict[Any, Any] = {}
         self.captured = False  # whether a CUDA graph may use what there is
         self._kept: list[tuple[Counters, SymmetricBuffer | None, SymmetricBuffer | None]] = []  # what such graphs use, since it grew
-        self._trouble = torch.full((1,), -1, dtype=torch.int64, pin_memory=device.type == "cuda")
 
     def slots(self, size: int, length: int) -> Slots:
         """At least so many bytes and flags. All ranks must ask for the same. Raises ConfigError while a CUDA graph is captured, and
@@ -91,26 +124,6 @@ class Workspace:
         """Where on another rank the first of the flags lies that this one sets there."""
         assert self._flags is not None and self._slots is not None, "there are no flags yet"
         return self._flags.part(rank, (1,), torch.int32, 4 * self._axis.rank * self._slots.length).data_ptr()
-
-    def check(self) -> None:
-        """Raise RuntimeError that names the rank for which a call has waited in vain."""
-        for counters in self._all_counters():
-            missing = counters.missing()
-            if missing is not None:
-                rank, tile = missing
-                raise RuntimeError(f"rank {self._axis.ranks[rank]} did not send {self._named(tile)} of {self._op} within the time limit")
-
-    def _named(self, tile: int) -> str:
-        """What a kernel that waits calls a tile, in words."""
-        return f"tile {tile}"
-
-    def abort(self, seconds: float) -> bool:
-        """End all waits, of which each looks at this number. A copy needs no room on a GPU that is full of those that wait."""
-        aside = torch.cuda.stream(torch.cuda.Stream(self._device)) if self._device.type == "cuda" else contextlib.nullcontext()
-        with aside:
-            for counters in self._all_counters():
-                counters.trouble.copy_(self._trouble, non_blocking=self._device.type == "cuda")
-        return True
 
     def _all_counters(self) -> list[Counters]:
         return [self.counters, *(counters for counters, *_ in self._kept)]

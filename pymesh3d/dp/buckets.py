@@ -114,13 +114,22 @@ class Bucket:
                 start, stop = max(slot.start + start, low) - low, min(slot.start + stop, high) - low
                 if start >= stop:
                     continue
-                if found and start - found[-1][1] < ALIGN and self._only_padding(low + found[-1][1], low + start):
+                if found and start - found[-1][1] < ALIGN and self.only_padding(low + found[-1][1], low + start):
                     found[-1] = (found[-1][0], stop)
                 else:
                     found.append((start, stop))
         return found
 
-    def _only_padding(self, start: int, stop: int) -> bool:
+    def counted_whole(self, tp_rank: int, stage: int) -> bool:
+        """Whether this rank contributes all of its shard to a norm, whichever that is."""
+
+        def numbers(slot: Slot) -> int:
+            return sum(stop - start for start, stop in placement_of(slot.parameter).counted(tp_rank, stage))
+
+        return all(numbers(slot) == slot.stop - slot.start for slot in self.slots)
+
+    def only_padding(self, start: int, stop: int) -> bool:
+        """Whether no parameter has any of these elements."""
         return not any(slot.start < stop and slot.stop > start for slot in self.slots)
 
 

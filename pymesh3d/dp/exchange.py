@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -13,6 +13,46 @@ from pymesh3d.axis import Axis
 from pymesh3d.comm.collectives import Pending, all_gather, all_to_all
 from pymesh3d.dp.buckets import Bucket
 from pymesh3d.triton_kernels.precision import compute_dtype
+
+
+class Exchange(Protocol):
+    """What each rank contributes to a gradient is rounded once, to the wire's dtype; the sum is float32 at least, in rank order.
+
+    All ranks must call in one order. On GPUs sums run on a stream of their own, beside a backward pass.
+    """
+
+    def memory(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+        """Memory of so many numbers each, all 0, in which buckets can stay."""
+
+    def reserve(self, buckets: Sequence[Bucket]) -> None:
+        """These are going to be lent memory, mostly in this order."""
+
+    def lend(self, bucket: Bucket) -> torch.Tensor:
+        """Memory for the gradients of a bucket, all 0, until `reduce` has been called."""
+
+    def reduce(self, bucket: Bucket, out: torch.Tensor, *, add: bool = False) -> None:
+        """Begin to sum a bucket's gradients over the ranks: this rank's shard into `out`, or with `add` to what that has.
+
+        `out` may be this rank's shard of the gradients themselves, which are lost.
+        """
+
+    def finish(self) -> None:
+        """What is enqueued from now on finds this rank's sums."""
+
+    def squares(self, buckets: Sequence[Bucket]) -> torch.Tensor | None:
+        """Float64 numbers that add up to the sum of squares of this rank's shards, if the sums of these buckets have told by the way."""
+
+    def meet(self) -> None:
+        """What is enqueued from now on finds what all ranks have enqueued before they met."""
+
+    def gather(self, shard: torch.Tensor, out: torch.Tensor) -> Pending:
+        """Begin to collect the ranks' shards in `out`. If that is `memory` with this rank's `shard` in it, all are there after a `meet`."""
+
+
+def wire_of(bucket: Bucket, reduce_dtype: torch.dtype | None) -> torch.dtype:
+    """What a contribution to a bucket's gradients is rounded to; not to anything wider than it is."""
+    wire = reduce_dtype or bucket.dtype
+    return wire if wire.itemsize < bucket.grad_dtype.itemsize else bucket.grad_dtype
 
 
 class _Sent(NamedTuple):
@@ -25,9 +65,9 @@ class _Sent(NamedTuple):
 
 
 class Collectives:
-    """What a rank contributes is rounded once, to `wire` (None: to the parameters' dtype); the sum is float32 at least, in rank order.
+    """By all-to-all, all-gather and torch's sum, wherever torch.distributed goes.
 
-    With `everywhere` all ranks get all sums. On GPUs they run on a stream of their own, beside a backward pass.
+    `wire`: what contributions are rounded to (None: the parameters' dtype). With `everywhere` all ranks get all sums.
     """
 
     def __init__(self, axis: Axis, device: torch.device, *, wire: torch.dtype | None, everywhere: bool) -> None:
@@ -36,36 +76,43 @@ class Collectives:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and axis.size > 1 else None
 
     def memory(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
-        """Memory of so many numbers each, all 0, in which buckets can stay."""
+        """See `Exchange`."""
         return [torch.zeros(size, dtype=dtype, device=self._device) for size, dtype in wanted]
 
+    def reserve(self, buckets: Sequence[Bucket]) -> None:
+        """See `Exchange`."""
+
     def lend(self, bucket: Bucket) -> torch.Tensor:
-        """Memory for the gradients of a bucket, all 0, until `reduce` has been called."""
+        """See `Exchange`."""
         return torch.zeros(bucket.size, dtype=bucket.grad_dtype, device=bucket.device)
 
     def reduce(self, bucket: Bucket, out: torch.Tensor, *, add: bool = False) -> None:
-        """Begin to sum a bucket's gradients over the ranks: this rank's shard into `out`, or with `add` to what that has.
-
-        `out` may be this rank's shard of the gradients themselves, which are lost. All ranks must call in one order.
-        """
+        """See `Exchange`."""
         with self._aside():
             if self._stream is not None:
                 bucket.grads.record_stream(self._stream)
-            contribution = bucket.grads.to(self._wire or bucket.dtype)
+            contribution = bucket.grads.to(wire_of(bucket, self._wire))
             self._sent.append(_Sent(all_to_all(contribution, self._axis), bucket.grads, out, add))
             if len(self._sent) == 2:  # one travels while the other is added up; more would only take memory
                 self._add_up()
 
     def finish(self) -> None:
-        """What is enqueued from now on finds all sums."""
+        """See `Exchange`."""
         with self._aside():
             while self._sent:
                 self._add_up()
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
+    def squares(self, buckets: Sequence[Bucket]) -> torch.Tensor | None:
+        """See `Exchange`."""
+        return None
+
+    def meet(self) -> None:
+        """See `Exchange`. Here no rank touches another's memory."""
+
     def gather(self, shard: torch.Tensor, out: torch.Tensor) -> Pending:
-        """Begin to collect the ranks' shards in `out`, of which `shard` may be this rank's part."""
+        """See `Exchange`."""
         return all_gather(shard, self._axis, out=out)
 
     def _add_up(self) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from pymesh3d.axis import Axis
 from pymesh3d.comm.collectives import all_gather, all_reduce_
 from pymesh3d.dp.buckets import Bucket, Slot
-from pymesh3d.dp.exchange import Collectives
+from pymesh3d.dp.exchange import Exchange
 from pymesh3d.dp.norm import gradient_norm
 from pymesh3d.errors import ConfigError
 from pymesh3d.mesh import Mesh
@@ -70,12 +70,14 @@ class Gradients:
     others are summed at the end too, or, within `last_pass`, as soon as they are complete.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, exchange: Collectives, *, everywhere: bool, each: bool) -> None:
+    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, exchange: Exchange, *, everywhere: bool, each: bool) -> None:
         self._buckets, self._mesh, self._exchange, self._everywhere = buckets, mesh, exchange, everywhere
         self.reduced = False
+        self.agreed = False
         self._summed_up = False  # ahead of `reduce`
         passing = [bucket for bucket in reversed(buckets) if each and mesh.dp.size > 1 and not bucket.late]
         kept = [bucket for bucket in reversed(buckets) if bucket not in passing]
+        exchange.reserve(passing)
         for bucket, flat in zip(kept, exchange.memory([(bucket.size, bucket.grad_dtype) for bucket in kept]), strict=True):
             bucket.show_grads(flat)
         self._sums = {bucket: torch.zeros(bucket.shard_size, dtype=bucket.grad_dtype, device=mesh.device) for bucket in passing}
@@ -91,7 +93,7 @@ class Gradients:
         # Views into the flat gradients, made once. `_counted`: what this rank contributes to the norm, every number of the model once
         # over all ranks; `_copies`: the rest of what it owns. `_summed`: ranges to be summed over so many tp neighbours; `_ties`:
         # gradients to be summed over the stages that hold the parameter.
-        self._counted: list[torch.Tensor] = []
+        self._counted: dict[Bucket, list[torch.Tensor]] = {}
         self._copies: list[torch.Tensor] = []
         self._ties: list[tuple[Axis, torch.Tensor]] = []
         self._summed: dict[int, list[torch.Tensor]] = {}
@@ -107,8 +109,10 @@ class Gradients:
         mesh, shard = self._mesh, self._shard(bucket)
         counted = bucket.counted(mesh.tp.rank, mesh.pp.rank, mesh.dp.rank)
         edges = [0, *(edge for limits in counted for edge in limits), shard.numel()]
-        self._counted += [shard[start:stop] for start, stop in counted]
-        self._copies += [shard[start:stop] for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
+        self._counted[bucket] = [shard[start:stop] for start, stop in counted]
+        low = mesh.dp.rank * bucket.shard_size
+        others = [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
+        self._copies += [shard[start:stop] for start, stop in others if not bucket.only_padding(low + start, low + stop)]
 
     def _share(self, bucket: Bucket) -> None:
         for slot in bucket.slots:
@@ -204,9 +208,26 @@ class Gradients:
         self._begun.add(bucket)
         bucket.show_grads(bucket.grads.new_empty(0))
 
+    def agree(self) -> None:
+        """What is enqueued from now on may change what other ranks have read: parameters and gradients."""
+        if not self.agreed:
+            self.agreed = True
+            self._exchange.meet()
+
     def norm(self, p: float) -> torch.Tensor:
         """The p-norm of the summed gradients, float64 [], the same on every rank and not finite if one of them is not."""
-        return gradient_norm(self._counted, self._mesh, p, copies=self._copies)
+        told, mesh = [], self._mesh
+        if p == 2 and mesh.dp.size > 1:
+            told = [bucket for bucket in self._summed_now() if bucket.counted_whole(mesh.tp.rank, mesh.pp.rank)]
+        squares = self._exchange.squares(told) if told else None
+        others = [bucket for bucket in self._buckets if squares is None or bucket not in told]
+        pieces = [piece for bucket in others for piece in self._counted[bucket]]
+        self.agreed = True  # when all ranks have this number none reads another's memory any more
+        return gradient_norm(pieces, mesh, p, copies=self._copies, squares=squares)
+
+    def _summed_now(self) -> list[Bucket]:
+        """Buckets that have been summed over ranks for this step."""
+        return [bucket for bucket in self._buckets if bucket not in self._sums or bucket in self._begun]
 
     @torch.no_grad()
     def reduced_copy(self) -> list[torch.Tensor]:
@@ -224,7 +245,9 @@ class Gradients:
 
     def forget(self) -> None:
         """Begin anew, with zeros."""
-        self.reduced = self._summed_up = self._in_pass = False
+        if self.reduced:
+            self.agree()
+        self.reduced = self.agreed = self._summed_up = self._in_pass = False
         self._last.reset()
         self._each.reset()
         self._begun.clear()

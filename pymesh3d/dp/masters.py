@@ -3,40 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from pymesh3d.dp.buckets import Bucket
+from pymesh3d.dp.rules import Steps, is_known
 from pymesh3d.errors import ConfigError
+from pymesh3d.triton_kernels.zero_step import update
 
 Optimizer = Callable[[Iterable[dict[str, Any]]], torch.optim.Optimizer]
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")  # they look at whole matrices, or at all parameters at once
 
 
-class Masters:
-    """Of each bucket what this rank updates: `weights` are the model's own numbers, `values` the same in the gradients' dtype.
+class Part(NamedTuple):
+    """What of a bucket this rank updates: `weights`, in the model's memory, which begin with the bucket's number `start`.
 
-    `optimizer` is torch's, made of groups of `values` that are alike in weight decay.
+    A kernel finds them as shard number `shard` of what begins at `addresses`, int64 [ranks], on the ranks of which this one is number
+    `rank`: one alone, or several, and then it gives all of them the new parameters.
     """
 
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        weights: Sequence[torch.Tensor],
-        starts: Sequence[int],
-        optimizer: Optimizer,
-        weight_decay: float,
-    ) -> None:
-        """`weights`: what of each bucket this rank updates, in the model's memory, beginning with number `starts`. Raises ConfigError."""
+    bucket: Bucket
+    weights: torch.Tensor
+    start: int
+    addresses: torch.Tensor
+    rank: int
+    shard: int
+
+
+class Masters:
+    """`values`, the master weights, one tensor for each part of a bucket that this rank updates, and torch's `optimizer` over them, whose
+    groups are alike in weight decay. With `kernels` these take the steps of the optimizers that they know.
+    """
+
+    def __init__(self, parts: Sequence[Part], optimizer: Optimizer, weight_decay: float, *, kernels: bool) -> None:
+        """Raises ConfigError."""
         if not callable(optimizer):
             raise _no_optimizer(f"optimizer={optimizer!r}")
-        self._buckets, self._weights, self._starts = buckets, weights, starts
-        self.values = [nn.Parameter(own.to(bucket.master_dtype), requires_grad=True) for own, bucket in zip(weights, buckets, strict=True)]
+        self._parts, self._kernels = parts, kernels
+        self.values = [nn.Parameter(part.weights.to(part.bucket.master_dtype), requires_grad=True) for part in parts]
         groups: dict[bool, list[nn.Parameter]] = {}
-        for value, bucket in zip(self.values, buckets, strict=True):
-            groups.setdefault(bucket.decay, []).append(value)
+        for value, part in zip(self.values, parts, strict=True):
+            groups.setdefault(part.bucket.decay, []).append(value)
         try:
             self.optimizer = optimizer(
                 [{"params": group, "weight_decay": weight_decay if decay else 0.0} for decay, group in groups.items()]
@@ -46,11 +55,20 @@ class Masters:
         if not isinstance(self.optimizer, torch.optim.Optimizer) or type(self.optimizer).__name__ in NOT_ELEMENTWISE:
             raise _no_optimizer(f"optimizer={optimizer!r} made a {type(self.optimizer).__name__}")
         self.optimizer.register_step_pre_hook(self._require_updating)
+        self._steps = Steps(self.optimizer)
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether `update` is theirs: then a `scale` of NaN changes nothing, and `confirm` must say whether it was one."""
+        return self._kernels and is_known(self.optimizer, hooks=1)
 
     @torch.no_grad()
     def update(self, grads: Sequence[torch.Tensor], scale: torch.Tensor | None) -> None:
-        """One step of the optimizer on gradients, which are multiplied by `scale` first."""
+        """One step on gradients, which are multiplied by `scale`, float64 []: new masters, and what is updated here of the parameters."""
         self.take_over_written()
+        if self.by_kernels:
+            self._update_by_kernels(grads, scale)
+            return
         if scale is not None and grads:
             torch._foreach_mul_(list(grads), scale.to(max((grad.dtype for grad in grads), key=lambda dtype: dtype.itemsize)))
         for value, grad in zip(self.values, grads, strict=True):
@@ -62,20 +80,42 @@ class Masters:
                 value.grad = None
         self.publish()
 
+    def _update_by_kernels(self, grads: Sequence[torch.Tensor], scale: torch.Tensor | None) -> None:
+        scale = torch.ones((), dtype=torch.float64, device=self.values[0].device) if scale is None else scale
+        following = self._steps.next()
+        for part, value, grad in zip(self._parts, self.values, grads, strict=True):
+            rule, remembered = following[value]
+            update(
+                rule,
+                value.detach(),
+                remembered,
+                part.addresses,
+                part.weights.dtype,
+                scale,
+                shard=part.shard,
+                rank=part.rank,
+                push=part.addresses.numel() > 1,
+                grads=grad,
+            )
+
+    def confirm(self, taken: bool) -> None:
+        """Whether the kernels' step was taken."""
+        self._steps.confirm(taken)
+
     @torch.no_grad()
     def publish(self) -> None:
         """Give the model's numbers the masters' values."""
-        for own, value in zip(self._weights, self.values, strict=True):
-            own.copy_(value)  # rounds to bf16; for float32 both are the same memory
+        for part, value in zip(self._parts, self.values, strict=True):
+            part.weights.copy_(value)  # rounds to bf16; for float32 both are the same memory
 
     @torch.no_grad()
     def take_over_written(self) -> None:
         """Give the masters what was written into parameters since the last step; all others keep digits that bf16 has not."""
-        for bucket, own, low, value in zip(self._buckets, self._weights, self._starts, self.values, strict=True):
-            for slot in bucket.written():
-                start, stop = max(slot.start - low, 0), min(slot.stop - low, own.numel())
+        for part, value in zip(self._parts, self.values, strict=True):
+            for slot in part.bucket.written():
+                start, stop = max(slot.start - part.start, 0), min(slot.stop - part.start, value.numel())
                 if start < stop:
-                    value[start:stop].copy_(own[start:stop])
+                    value[start:stop].copy_(part.weights[start:stop])
 
     def _require_updating(self, *_: object) -> None:
         if self.values[0].grad is None:

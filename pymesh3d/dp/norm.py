@@ -12,11 +12,19 @@ from pymesh3d.mesh import Mesh
 
 
 @torch.no_grad()
-def gradient_norm(shards: Iterable[torch.Tensor], mesh: Mesh, p: float = 2.0, *, copies: Iterable[torch.Tensor] = ()) -> torch.Tensor:
+def gradient_norm(
+    shards: Iterable[torch.Tensor],
+    mesh: Mesh,
+    p: float = 2.0,
+    *,
+    copies: Iterable[torch.Tensor] = (),
+    squares: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The p-norm (p >= 1 or infinity) of all gradients, float64 [], from the disjoint pieces that the ranks hold.
 
-    `copies` are gradients that another rank counts: of them only what is not finite tells, and makes the norm NaN. Summed in
-    float64 over each piece, then over ranks in rank order, so every rank computes the same bits. Raises ConfigError for p < 1.
+    `copies` are gradients that another rank counts: of them only what is not finite tells, and makes the norm NaN. `squares`, float64 and
+    for p = 2 only, are numbers that add up to the sum of squares of further pieces. Summed in float64 over each piece, then over ranks in
+    rank order, so every rank computes the same bits. Raises ConfigError for p < 1.
     """
     if not p >= 1:
         raise ConfigError(f"p={p}", "a norm needs p of at least 1", "Use p=2.0, or p=float('inf') for the largest value")
@@ -26,6 +34,9 @@ def gradient_norm(shards: Iterable[torch.Tensor], mesh: Mesh, p: float = 2.0, *,
     for piece in shards:  # torch's _foreach_norm would be one pass over all, but its squares are float32's on GPUs: 1e30 has none
         value = torch.linalg.vector_norm(piece, p, dtype=torch.float64)
         total = torch.maximum(total, value) if maximum else total + value**p
+    if squares is not None:
+        assert p == 2, f"squares for p = {p}"
+        total = total + squares.sum()
     for piece in copies:
         total = total + 0.0 * torch.linalg.vector_norm(piece, float("inf"), dtype=torch.float64)  # 0, or NaN
     rows = gather_rows(total, mesh.all)[:, 0]

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from pymesh3d.comm.collectives import Pending
 from pymesh3d.dp.buckets import Bucket
-from pymesh3d.dp.exchange import Collectives
+from pymesh3d.dp.exchange import Exchange
 
 Pass = tuple[str, "Unit"]  # "forward" or "backward" through it
 
@@ -21,23 +21,23 @@ Pass = tuple[str, "Unit"]  # "forward" or "backward" through it
 class Unit:
     """One module and the buckets of its parameters. Of each bucket this rank keeps a shard; `weights` has memory while it is whole."""
 
-    def __init__(self, module: nn.Module, buckets: Sequence[Bucket], rank: int) -> None:
-        self.module, self.buckets = module, buckets
+    def __init__(self, module: nn.Module, buckets: Sequence[Bucket], shards: Sequence[torch.Tensor], rank: int) -> None:
+        """`shards`: memory for those."""
+        self.module, self.buckets, self.shards = module, buckets, shards
         self.parameters = {id(slot.parameter) for bucket in buckets for slot in bucket.slots}
-        self.shards: list[torch.Tensor] = []
         self._whole: list[torch.Tensor] = []
         self._pending: list[Pending] | None = None
         self.held = False
         self.missing: set[int] | None = None  # parameters whose gradients the backward pass that is under way has not computed yet
-        for bucket in buckets:
+        for bucket, shard in zip(buckets, shards, strict=True):
             flat = torch.empty(bucket.size, dtype=bucket.dtype, device=bucket.device)
             bucket.hold_weights(flat)
             self._whole.append(flat)
-            self.shards.append(bucket.shard(flat, rank).clone())
+            shard.copy_(bucket.shard(flat, rank))
         self.let_go()
 
     @torch.no_grad()
-    def start(self, exchange: Collectives) -> None:
+    def start(self, exchange: Exchange) -> None:
         """Begin to gather it, if it is not whole."""
         if self.held:
             return
@@ -77,7 +77,7 @@ class Units:
     `once`: what a pass has gathered stays until the step, for pipelines, where several microbatches go through in turns.
     """
 
-    def __init__(self, units: Sequence[Unit], exchange: Collectives, rank: int, *, once: bool) -> None:
+    def __init__(self, units: Sequence[Unit], exchange: Exchange, rank: int, *, once: bool) -> None:
         self._units, self._exchange, self._rank, self._once = units, exchange, rank, once
         self._after: dict[Pass, Pass] = {}
         self._latest: Pass | None = None

@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
 
-from pymesh3d.comm.watch import on_host
+from pymesh3d.comm.watch import fetched
 from pymesh3d.config import require_number, require_positive
 from pymesh3d.dp.buckets import Bucket, make_buckets
 from pymesh3d.dp.exchange import Collectives
 from pymesh3d.dp.gradients import Gradients
-from pymesh3d.dp.masters import Masters, Optimizer
+from pymesh3d.dp.masters import Masters, Optimizer, Part
 from pymesh3d.dp.norm import clip_factor
+from pymesh3d.dp.shared import SharedMemory
 from pymesh3d.dp.trained import agree_on, trained_parameters
 from pymesh3d.dp.units import Unit, Units, find_units
-from pymesh3d.errors import ConfigError
+from pymesh3d.errors import ConfigError, SharingError
 from pymesh3d.mesh import Mesh
 from pymesh3d.placement import placement_of
+from pymesh3d.triton_kernels import backend
 
 log = logging.getLogger("pymesh3d")
 
@@ -59,8 +61,10 @@ class Zero:
 
     `optimizer` makes a torch optimizer, one that works element by element, from groups of flat master weights. `weight_decay` takes the
     place of the optimizer's own, for matrices only. Gradients are added up in `accumulate_dtype` (default: float32, float64 for float64).
-    `reduce_dtype` is what a rank's contribution is rounded to, once, before it is sent (default: the parameters' dtype). All values become
-    those of the first dp rank. Raises ConfigError for what it cannot use, DistributedError where ranks have different modules.
+    `reduce_dtype` is what a rank's contribution is rounded to, once, before it is sent (default: the parameters' dtype). `kernels`: whether
+    ranks read each other's memory by kernels, which also take the steps of torch's AdamW, Adam and SGD (default: on GPUs whose dp ranks are
+    in one NVLink domain). All values become those of the first dp rank. Raises ConfigError for what it cannot use, DistributedError where
+    ranks have different modules.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Zero:
         bucket_elements: int = BUCKET_ELEMENTS,
         units: Iterable[nn.Module] | None = None,
         once_a_step: bool = False,
+        kernels: bool | None = None,
     ) -> None:
         if stage not in STAGES or isinstance(stage, bool):
             raise ConfigError(f"stage={stage!r}", "the ZeRO stages are 0, 1, 2 and 3", "Use stage=1")
@@ -101,21 +106,43 @@ class Zero:
             unit=lambda parameter: unit_of.get(id(parameter)),
             accumulate=accumulate_dtype,
         )
-        self._exchange = Collectives(mesh.dp, mesh.device, wire=reduce_dtype, everywhere=stage == 0)
-        whole = [bucket for bucket in self.buckets if bucket.unit is None]
-        for bucket, flat in zip(whole, self._exchange.memory([(bucket.size, bucket.dtype) for bucket in whole]), strict=True):
-            bucket.hold_weights(flat)
-        members = [[bucket for bucket in self.buckets if bucket.unit == number] for number in range(len(modules))]
-        units_made = [Unit(unit, own, mesh.dp.rank) for unit, own in zip(modules, members, strict=True) if own]
-        self._units = Units(units_made, self._exchange, mesh.dp.rank, once=once_a_step)
+        if kernels is None:
+            kernels = mesh.device.type == "cuda" and backend.available
+        self._exchange = _exchange(self.buckets, mesh, wire=reduce_dtype, everywhere=stage == 0, kernels=kernels)
+        self._place_weights(modules, once_a_step)
         self._gradients = Gradients(self.buckets, mesh, self._exchange, everywhere=stage == 0, each=stage >= 2 and not once_a_step)
-        shards = {bucket: shard for unit in units_made for bucket, shard in zip(unit.buckets, unit.shards, strict=True)}
-        owned = [shards[bucket] if bucket in shards else self._owned(bucket) for bucket in self.buckets]
-        starts = [0 if stage == 0 else mesh.dp.rank * bucket.shard_size for bucket in self.buckets]
-        self._masters = Masters(self.buckets, owned, starts, optimizer, weight_decay)
+        self._masters = Masters([self._part(bucket) for bucket in self.buckets], optimizer, weight_decay, kernels=kernels)
 
-    def _owned(self, bucket: Bucket) -> torch.Tensor:
-        return bucket.weights if self.stage == 0 else bucket.shard(bucket.weights, self.mesh.dp.rank)
+    def _place_weights(self, modules: list[nn.Module], once_a_step: bool) -> None:
+        """Move the parameters into flat memory: whole, or in shards those of `modules`."""
+        rank = self.mesh.dp.rank
+        whole = [bucket for bucket in self.buckets if bucket.unit is None]
+        cut = [bucket for bucket in self.buckets if bucket.unit is not None]
+        wanted = [(bucket.size, bucket.dtype) for bucket in whole] + [(bucket.shard_size, bucket.dtype) for bucket in cut]
+        memory = self._exchange.memory(wanted)
+        for bucket, flat in zip(whole, memory, strict=False):
+            bucket.hold_weights(flat)
+        self._shards = dict(zip(cut, memory[len(whole) :], strict=True))
+        units = []
+        for number, module in enumerate(modules):
+            own = [bucket for bucket in cut if bucket.unit == number]
+            if own:
+                units.append(Unit(module, own, [self._shards[bucket] for bucket in own], rank))
+        self._units = Units(units, self._exchange, rank, once=once_a_step)
+        self._exchange.meet()  # before any rank fetches another's shard
+
+    def _part(self, bucket: Bucket) -> Part:
+        """What of a bucket this rank updates."""
+        rank = self.mesh.dp.rank
+        alone = self.stage == 0 or self.mesh.dp.size == 1
+        weights, start = bucket.weights, 0 if alone else rank * bucket.shard_size
+        if bucket in self._shards:
+            weights = self._shards[bucket]
+        elif not alone:
+            if isinstance(self._exchange, SharedMemory):
+                return Part(bucket, bucket.shard(weights, rank), start, self._exchange.addresses(weights), rank, rank)
+            weights = bucket.shard(weights, rank)
+        return Part(bucket, weights, start, torch.tensor([weights.data_ptr()], device=weights.device), 0, 0)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -143,15 +170,20 @@ class Zero:
             require_number("max_norm", max_norm, default="None, which switches clipping off", above_zero=True)
         self.reduce()
         total = self.norm()
-        norm = on_host(total, "gradient norm", self.mesh.all).item()
+        factor = torch.ones_like(total) if max_norm is None else clip_factor(total, max_norm)
+        told = fetched(total, "gradient norm", self.mesh.all)
+        ahead = self._masters.by_kernels  # which decide themselves, while the host waits for the norm
+        if ahead:
+            self._update(torch.where(total.isfinite(), factor, torch.nan))
+        norm = told().item()
         taken = math.isfinite(norm)  # every rank has the same bits, so all take the step or none
-        if taken:
-            self.update(None if max_norm is None else clip_factor(total, max_norm))
-        else:
+        if taken and not ahead:
+            self._update(None if max_norm is None else factor)
+        if not taken:
             self.steps_skipped += 1
             if self.mesh.rank == 0:
                 log.warning("gradient norm is %s: step skipped on all ranks (%d skipped so far)", norm, self.steps_skipped)
-            self.zero_grad()
+        self._end_step(taken)
         return norm, taken
 
     def reduce(self) -> None:
@@ -168,10 +200,20 @@ class Zero:
     def update(self, scale: torch.Tensor | None = None) -> None:
         """The last part: multiply the gradients by `scale`, give every rank the new parameters, and forget the gradients."""
         self._require_reduced(True, "update")
+        self._gradients.agree()
+        self._update(scale)
+        self._end_step(True)
+
+    def _update(self, scale: torch.Tensor | None) -> None:
+        """New masters, and new parameters on every rank, but for those that are gathered when they are needed."""
         self._units.let_go()
         self._masters.update(self._gradients.owned, scale)
-        self._give_back()
-        self.steps_taken += 1
+        self._give_back(pushed=self._masters.by_kernels and isinstance(self._exchange, SharedMemory))
+
+    def _end_step(self, taken: bool) -> None:
+        if self._masters.by_kernels:
+            self._masters.confirm(taken)
+        self.steps_taken += taken
         self.zero_grad()
 
     def zero_grad(self) -> None:
@@ -189,12 +231,16 @@ class Zero:
         return self._units.whole()
 
     @torch.no_grad()
-    def _give_back(self) -> None:
-        """Give every rank the new parameters, but for those that are gathered when they are needed."""
-        if self.stage > 0:
-            sent = [self._exchange.gather(self._owned(bucket), bucket.weights) for bucket in self.buckets if bucket.unit is None]
+    def _give_back(self, *, pushed: bool = False) -> None:
+        """Give every rank the new parameters, unless the kernels have, but for those that are gathered when they are needed."""
+        if self.stage == 0 or self.mesh.dp.size == 1:
+            return
+        if not pushed:
+            whole = [bucket for bucket in self.buckets if bucket not in self._shards]
+            sent = [self._exchange.gather(bucket.shard(bucket.weights, self.mesh.dp.rank), bucket.weights) for bucket in whole]
             for pending in sent:
                 pending.wait()
+        self._exchange.meet()
 
     def _require_reduced(self, reduced: bool, call: str) -> None:
         if self._gradients.reduced != reduced:
@@ -233,6 +279,18 @@ class Zero:
         self.steps_taken = int(tensors["steps_taken"])
         self._masters.publish()
         self._give_back()
+
+
+def _exchange(
+    buckets: Sequence[Bucket], mesh: Mesh, *, wire: torch.dtype | None, everywhere: bool, kernels: bool
+) -> Collectives | SharedMemory:
+    """By kernels, where dp ranks are in one domain and can share memory, else by collectives."""
+    if kernels and mesh.dp.size > 1 and mesh.topology.outside_nvlink(mesh.along("dp").tolist()) is None:
+        try:
+            return SharedMemory(mesh.dp, mesh.device, buckets, wire=wire, everywhere=everywhere)
+        except SharingError as error:  # on all ranks
+            log.warning("gradients are summed by collectives: %s", error)
+    return Collectives(mesh.dp, mesh.device, wire=wire, everywhere=everywhere)
 
 
 def _units_of(module: nn.Module, units: list[nn.Module]) -> dict[int, int]:

@@ -62,7 +62,12 @@ def plain_steps(optimizer: Callable[..., torch.optim.Optimizer], steps: int, dty
 
 
 def zero_steps(
-    cases: list[tuple[int, int]], optimizer: Callable[..., torch.optim.Optimizer], steps: int, dtype: torch.dtype, microbatches: int
+    cases: list[tuple[int, int]],
+    optimizer: Callable[..., torch.optim.Optimizer],
+    steps: int,
+    dtype: torch.dtype,
+    microbatches: int,
+    kernels: bool = False,
 ) -> list[tuple[int, dict[str, torch.Tensor]]]:
     """For each (stage, bucket elements) the number of buckets and the parameters after some steps in microbatches."""
     mesh = init_mesh(device="cpu")
@@ -74,7 +79,14 @@ def zero_steps(
                 parameter.add_(mesh.rank)  # only the first rank's values may count
         model.frozen.data.fill_(1.0)
         zero = Zero(
-            model, mesh, stage=stage, optimizer=optimizer, weight_decay=DECAY, bucket_elements=elements, units=[model.twice, model.fused]
+            model,
+            mesh,
+            stage=stage,
+            optimizer=optimizer,
+            weight_decay=DECAY,
+            bucket_elements=elements,
+            units=[model.twice, model.fused],
+            kernels=kernels,
         )
         for bucket in zero.buckets:
             bucket.grads.fill_(12345.0)
@@ -97,11 +109,11 @@ def zero_steps(
 CASES = [(0, BUCKET_ELEMENTS), (1, BUCKET_ELEMENTS), (0, 1), (1, 1), (1, 50), (2, BUCKET_ELEMENTS), (2, 1), (3, BUCKET_ELEMENTS), (3, 50)]
 
 
-@pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM])
-def test_every_microbatch_counts(ranks: Ranks, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+@pytest.mark.parametrize(("optimizer", "kernels"), [(ADAMW, False), (MOMENTUM, False), (ADAMW, True)])
+def test_every_microbatch_counts(ranks: Ranks, optimizer: Callable[..., torch.optim.Optimizer], kernels: bool) -> None:
     """dp 3 with 4 microbatches a rank, under either optimizer with a scheduler of torch, against the whole batch in one process."""
     expected = plain_steps(optimizer, 3, torch.float64)
-    for found in ranks(3, zero_steps, CASES, optimizer, 3, torch.float64, 4):
+    for found in ranks(3, zero_steps, CASES, optimizer, 3, torch.float64, 4, kernels, timeout=120.0):
         assert [count for count, _ in found] == [2, 2, 7, 7, 4, 2, 7, 4, 4]
         for _, parameters in found:
             assert parameters.keys() == expected.keys()
@@ -109,8 +121,9 @@ def test_every_microbatch_counts(ranks: Ranks, optimizer: Callable[..., torch.op
                 assert torch.allclose(value, expected[name], rtol=1e-12, atol=1e-12), name
 
 
-def test_stages_and_buckets_give_the_same_bits(ranks: Ranks) -> None:
-    every = [found for rank in ranks(2, zero_steps, CASES, ADAMW, 3, torch.float32, 1) for found in rank]
+@pytest.mark.parametrize("kernels", [False, True])
+def test_stages_and_buckets_give_the_same_bits(ranks: Ranks, kernels: bool) -> None:
+    every = [found for rank in ranks(2, zero_steps, CASES, ADAMW, 3, torch.float32, 1, kernels, timeout=120.0) for found in rank]
     for _, parameters in every:
         for name, value in parameters.items():
             assert torch.equal(value, every[0][1][name]), name
