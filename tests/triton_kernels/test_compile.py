@@ -21,7 +21,9 @@ import pytest
 
 ARCHITECTURES = (80, 90, 100)
 ORDERING = r"acquire|release|bar\.sync|bar\.warp\.sync|acq_rel|fence\.proxy\.async;|wait_group \t?0;|bulk\.tensor|st\.global\.(v4|b16)"
-# name -> (file, kernel, types of its arguments in order, its constexpr arguments)
+MOVES = r"ld\.global|st\.global|cp\.async\.(ca|cg|wait)|bar\.sync"
+# name -> (file, kernel, types of its arguments in order, its constexpr arguments, and how many warps it has if not 4). A pointer "*fp32:16"
+# is to an address that 16 divides.
 PHILOX = " i64 i64 i64 i64 i64 i64 i32 i32 i64"
 DROPOUT = " i32 i32 i64 i64 i64 i64 i32 i32 i32 i32 i32 i64"
 SUMS, GRADIENT = " *i64 *{0} *{0} i64 i64 i32 i32 i64 i64", " *i64 *{0} *{0} *{0} *{1} i64 i32 i32 i64 i64 i64 i64"
@@ -35,6 +37,13 @@ SHARED = "*{0} *{0} *{0} *i64 *i64 *i32 *i64 *i64 i32" + " i64" * 8
 # In Gluon. A descriptor is "ROWSxCOLS" of its blocks in bfloat16.
 HOPPER = {"HALF": 64, "BLOCK_N": 256, "BLOCK_K": 64, "STAGES": 3, "GROUP": 8, "TURNED": False}
 TALKS = " *i64 *i32 *i64 *i64{} i64"
+BUCKET = {"RANK": 1, "RANKS": 3, "TILE": 1024, "WIDTH": 2, "WIRE": "bfloat16"}
+SAME = BUCKET | {"WIDTH": 1}
+AHEAD, AT_ONCE = {"TILES": 4, "STAGES": 4, "num_warps": 8}, {"TILES": 1, "STAGES": 1}
+ALONE = {"copies": None, "ADD": True}
+ADAMW = {"ADAMW": True, "DECOUPLED": True, "WEIGHT": "bfloat16"}
+SGD = {"ADAMW": False, "DECOUPLED": False, "WEIGHT": "float32", "PUSHED": 0, "average_square": None, "contributions": None}
+NUMBERS = " *i64 *fp64 i32" + " fp32" * 7
 KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "philox normal float32": ("philox", "philox_fill_kernel", "*fp32" + PHILOX, {"NORMAL": True, "BLOCK_ROWS": 1, "BLOCK_COLS": 1024}),
     "philox normal bfloat16": ("philox", "philox_fill_kernel", "*bf16" + PHILOX, {"NORMAL": True, "BLOCK_ROWS": 1024, "BLOCK_COLS": 1}),
@@ -105,6 +114,60 @@ KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     },
     "tell ranks": ("signals", "tell_ranks_kernel", "*i64 i32 i32 i32", {"RANKS": 4}),
     "wait for ranks": ("signals", "wait_for_ranks_kernel", "*i64 *i64 *i64 i32 i32 i32 i64", {"RANKS": 4}),
+    "meet": ("signals", "meet_kernel", "*i64 *i32 *i64 *i64 i32 i32 i64", {"RANKS": 4, "num_warps": 1}),
+    **{
+        f"zero round {wide} to {narrow}": (
+            "zero_reduce",
+            "round_in_place_kernel",
+            f"*{wide}:16 *{narrow}:16",
+            {"TILE": 1024, "WIDTH": width},
+        )
+        for wide, narrow, width in (("fp32", "bf16", 2), ("fp64", "bf16", 4), ("fp64", "fp32", 2))
+    },
+    **{
+        f"zero reduce {kind}, {speed}": ("zero_reduce", "reduce_shard_kernel", f"*i64 *{out}:16{copies} *fp64 i32 i32", constants | tuned)
+        for speed, tuned in (("ahead", AHEAD), ("at once", AT_ONCE))
+        for kind, out, copies, constants in (
+            ("fp32 of bf16 for all", "fp32", " *i64", BUCKET | {"ADD": False}),
+            ("fp32 of bf16 added", "fp32", "", BUCKET | ALONE),
+            ("bf16 for all", "bf16", " *i64", SAME | {"ADD": True}),
+            ("bf16 alone", "bf16", "", SAME | ALONE | {"ADD": False}),
+            ("fp32 added", "fp32", "", SAME | ALONE | {"WIRE": "float32"}),
+            ("fp64 of fp32 for all", "fp64", " *i64", BUCKET | {"WIRE": "float32", "ADD": False}),
+        )
+    },
+    "zero AdamW": (
+        "zero_step",
+        "update_kernel",
+        "*fp32:16 *fp32:16 *fp32:16 *fp32:16" + NUMBERS,
+        BUCKET | ADAMW | {"contributions": None, "PUSHED": 0},
+    ),
+    "zero AdamW of contributions with push": (
+        "zero_step",
+        "update_kernel",
+        "*i64 *fp32:16 *fp32:16 *fp32:16" + NUMBERS,
+        BUCKET | ADAMW | {"grads": None, "PUSHED": 2},
+    ),
+    "zero AdamW of contributions, masters of 16 bits": (
+        "zero_step",
+        "update_kernel",
+        "*i64 *i16:16 *fp32:16 *fp32:16" + NUMBERS,
+        BUCKET | ADAMW | {"grads": None, "PUSHED": 2},
+    ),
+    "zero Adam of float32": (
+        "zero_step",
+        "update_kernel",
+        "*fp32:16 *fp32:16 *fp32:16 *fp32:16" + NUMBERS,
+        BUCKET | ADAMW | {"DECOUPLED": False, "WEIGHT": "float32", "contributions": None, "PUSHED": 2},
+    ),
+    "zero SGD": ("zero_step", "update_kernel", "*fp32:16 *fp32:16" + NUMBERS, BUCKET | SGD | {"average": None}),
+    "zero SGD with momentum": ("zero_step", "update_kernel", "*fp32:16 *fp32:16 *fp32:16" + NUMBERS, BUCKET | SGD),
+    "zero SGD with Nesterov's, masters of 16 bits": (
+        "zero_step",
+        "update_kernel",
+        "*fp32:16 *i16:16 *fp32:16" + NUMBERS,
+        BUCKET | SGD | {"DECOUPLED": True, "WEIGHT": "bfloat16", "PUSHED": 2},
+    ),
     "cross-entropy bfloat16": ("cross_entropy", "statistics_kernel", "*bf16" + SUMS.format("fp32"), RUNS | {"SMOOTHED": False}),
     "cross-entropy float16": ("cross_entropy", "statistics_kernel", "*fp16" + SUMS.format("fp32"), RUNS | {"SMOOTHED": True}),
     "cross-entropy float64": ("cross_entropy", "statistics_kernel", "*fp64" + SUMS.format("fp64"), RUNS | {"SMOOTHED": True}),
@@ -126,25 +189,31 @@ def _architectures(case: str) -> tuple[int, ...]:
     return (90,) if case.startswith("hopper") else ARCHITECTURES
 
 
-def _compile(case: str) -> dict[str, tuple[str, int, list[str]]]:
-    """Architecture -> (target line of the PTX, bytes of machine code, the PTX's instructions that order memory)."""
+def _compile(case: str) -> dict[str, tuple[str, int, list[str], list[str]]]:
+    """Architecture -> (target line of the PTX, bytes of machine code, its instructions that order memory, those that move numbers)."""
     import triton
+    import triton.language as tl
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    file, name, types, constexprs = KERNELS[case]
+    file, name, types, constants = KERNELS[case]
+    options = {key: value for key, value in constants.items() if key == "num_warps"}
+    constexprs = {key: getattr(tl, value) if isinstance(value, str) else value for key, value in constants.items() if key not in options}
     kernel = getattr(importlib.import_module(f"pymesh3d.triton_kernels.{file}"), name)
     arguments = [argument for argument in kernel.arg_names if argument not in constexprs]
     kinds = [_descriptor(kind) if kind[0].isdigit() else kind for kind in types.split()]
-    signature = dict(zip(arguments, kinds, strict=True)) | dict.fromkeys(constexprs, "constexpr")
-    source = (GluonASTSource if case.startswith("hopper") else ASTSource)(kernel, signature, constexprs)
+    aligned = {argument for argument, kind in zip(arguments, kinds, strict=True) if kind.endswith(":16")}
+    attributes = {(at,): [["tt.divisibility", 16]] for at, argument in enumerate(kernel.arg_names) if argument in aligned}
+    signature = dict(zip(arguments, (kind.removesuffix(":16") for kind in kinds), strict=True)) | dict.fromkeys(constexprs, "constexpr")
+    source = (GluonASTSource if case.startswith("hopper") else ASTSource)(kernel, signature, constexprs, attributes)
     built = {}
     for architecture in _architectures(case):
-        binary = triton.compile(source, target=GPUTarget("cuda", architecture, 32))
+        binary = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
         lines = [line.strip() for line in binary.asm["ptx"].splitlines()]
         target = next(line for line in lines if line.startswith(".target"))
-        built[str(architecture)] = (target, len(binary.asm["cubin"]), [line for line in lines if re.search(ORDERING, line)])
+        ordering, moves = ([line for line in lines if re.search(kind, line)] for kind in (ORDERING, MOVES))
+        built[str(architecture)] = (target, len(binary.asm["cubin"]), ordering, moves)
     return built
 
 
@@ -184,12 +253,12 @@ def test_compiles_without_a_gpu(compiled: Path, case: str) -> None:
     assert result.exists(), f"{case} does not compile:\n{(compiled / f'{number}.err').read_text()}"
     built = json.loads(result.read_text())
     for architecture in _architectures(case):
-        target, size, _ = built[str(architecture)]
+        target, size, *_ = built[str(architecture)]
         assert f"sm_{architecture}" in target, f"{case}: asked for sm_{architecture}, the PTX says {target}"
         assert size > 1000, f"{case}: {size} bytes of machine code for sm_{architecture}"
 
 
-TALKING = [case for case in KERNELS if "reduce" in case or "gather" in case]
+TALKING = [case for case in KERNELS if ("reduce" in case or "gather" in case) and not case.startswith("zero")]
 
 
 @pytest.mark.timeout(300)
@@ -240,6 +309,49 @@ def test_what_the_accelerator_moves_is_ordered_for_all_gpus(compiled: Path, case
         else:
             assert any("st.global.v4" in line for line in before), "a tile goes out by the warp's own stores, which a release covers"
             assert not any("st.global.b16" in line for line in lines), "16 bytes at once"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("case", "told", "waited_for"), [("tell ranks", 3, 0), ("wait for ranks", 0, 3), ("meet", 3, 3)])
+def test_who_meets_tells_all_before_it_waits_for_any(compiled: Path, case: str, told: int, waited_for: int) -> None:
+    """By releases and acquires of the whole system, with a barrier of all threads before and after, as above."""
+    built = json.loads((compiled / f"{list(KERNELS).index(case)}.json").read_text())
+    for architecture in _architectures(case):
+        lines = built[str(architecture)][2]
+        releases = [at for at, line in enumerate(lines) if ".release" in line]
+        acquires = [at for at, line in enumerate(lines) if ".acquire" in line]
+        assert (len(releases), len(acquires)) == (told, waited_for) and releases + acquires == sorted(releases + acquires), lines
+        assert all("atom.global.sys.release.exch.b32" in lines[at] and "bar.sync" in lines[at - 1] for at in releases), lines
+        assert all("ld.global.sys.acquire.b32" in lines[at] and "bar.sync" in lines[at + 1] for at in acquires), lines
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", [case for case in KERNELS if case.startswith("zero")])
+def test_a_shard_is_moved_16_bytes_at_once(compiled: Path, case: str) -> None:
+    """All but addresses, a scale and a sum of squares, each of which is 8 bytes; those may be loaded ahead as well."""
+    built = json.loads((compiled / f"{list(KERNELS).index(case)}.json").read_text())
+    for architecture in _architectures(case):
+        moves = [line for line in built[str(architecture)][3] if "bar.sync" not in line and "wait" not in line]
+        wide = r"global\.(L1\S+\.)?v(4\.b32|2\.b64|8\.b32|4\.b64) |cp\.async\.cg\..*, 0x10,"
+        numbers = [line for line in moves if re.search(wide, line)]
+        rest = [line for line in moves if line not in numbers]
+        assert all(re.search(r"(ld|st)\.global\.b64 |cp\.async\.ca\..*, 0x8,", line) for line in rest), rest
+        assert sum("st.global" in line for line in rest) <= ("reduce" in case), rest
+        assert any("st.global" in line for line in numbers), moves
+        ahead = any("cp.async" in line for line in numbers)
+        assert ahead == case.endswith("ahead"), moves
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", [case for case, kernel in KERNELS.items() if kernel[0] == "zero_reduce" and kernel[3]["WIDTH"] > 1])
+def test_all_has_been_read_before_it_is_written_over(compiled: Path, case: str) -> None:
+    """Where a tile is made of narrower numbers, which lie in its own place: other threads read them."""
+    built = json.loads((compiled / f"{list(KERNELS).index(case)}.json").read_text())
+    for architecture in _architectures(case):
+        moves = built[str(architecture)][3]
+        stores = [at for at, line in enumerate(moves) if re.search(r"st\.global\.v", line)]
+        loads = [at for at, line in enumerate(moves[: stores[0]]) if re.search(r"ld\.global\.v|cp\.async\.wait", line)]
+        assert any("bar.sync" in line for line in moves[loads[-1] : stores[0]]), moves
 
 
 if __name__ == "__main__":

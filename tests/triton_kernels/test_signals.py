@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from pymesh3d.comm.symmetric import SymmetricBuffer
+from pymesh3d.launch import launch
 from pymesh3d.mesh import init_mesh
 from pymesh3d.triton_kernels.backend import jit, tl
-from pymesh3d.triton_kernels.signals import Counters, end_of_program, has_come, missing_word, signal, take_job, wait
+from pymesh3d.triton_kernels.signals import Counters, end_of_program, has_come, meet, missing_word, signal, take_job, wait
 from tests.kernels import DEVICE, needs_kernels
 
 Ranks = Callable[..., list[Any]]
@@ -121,3 +123,77 @@ def test_who_waits_in_vain_says_for_whom_and_ends(flags: list[int], named: set[t
     assert counters.missing() in named
     assert counters.calls.tolist() == [4, 0, 0, 0], "the call has ended nevertheless"
     assert waited([0, 0], 5, 30.0, counters) < 20.0, "nobody has patience after that"
+
+
+LENGTH = 3  # flags that each rank has of every other
+
+
+def met(device: str, calls: int, pause: float) -> bool:
+    """Call after call, each rank gives numbers to all others, meets them, and finds theirs; they meet again, and it gives the next.
+
+    Ranks are late at random, by up to `pause` seconds.
+    """
+    mesh = init_mesh(tp=-1, dp=1, device=device)
+    axis, late = mesh.tp, random.Random(mesh.rank)
+    memory, flags = SymmetricBuffer(8 * NUMBERS * axis.size, axis, mesh.device), SymmetricBuffer(4 * LENGTH * axis.size, axis, mesh.device)
+    counters = Counters.on(mesh.device)
+    dist.barrier()
+    mine, found = memory.part(axis.rank, (axis.size, NUMBERS), torch.int64), []
+    for call in range(1, calls + 1):
+        if device == "cpu":
+            time.sleep(pause * late.random())
+        else:
+            torch.cuda._sleep(int(pause * 2e9 * late.random()))
+        for rank in range(axis.size):
+            memory.part(rank, (axis.size, NUMBERS), torch.int64)[axis.rank].fill_(1000 * call + axis.rank)
+        meet(flags.addresses, counters, axis.rank, LENGTH, 20.0)
+        found.append(mine.clone())
+        meet(flags.addresses, counters, axis.rank, LENGTH, 20.0)
+    expected = torch.arange(axis.size)[:, None].expand(axis.size, NUMBERS)
+    right = all(torch.equal(one.cpu(), expected + 1000 * call) for call, one in enumerate(found, 1))
+    others = [rank for rank in range(axis.size) if rank != axis.rank]
+    told = flags.part(axis.rank, (axis.size, LENGTH), torch.int32).cpu()
+    assert counters.missing() is None and counters.calls.tolist() == [2 * calls, 0, 0, 0], (counters.missing(), counters.calls)
+    dist.barrier()
+    assert told[axis.rank].tolist() == [0] * LENGTH and not told[:, 1:].any(), "a rank's first flag of each other is set, and no more"
+    mesh.close()
+    return right and told[others, 0].tolist() == [2 * calls] * len(others)
+
+
+@needs_kernels
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_who_has_met_sees_what_all_have_stored(ranks: Ranks, world: int) -> None:
+    assert ranks(world, met, "cpu", 15, 0.01) == [True] * world
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_who_has_met_sees_what_all_have_stored_between_gpus() -> None:
+    script = "from tests.triton_kernels.test_signals import met; assert met('cuda', 200, 0.001)"
+    assert launch(["-c", script], torch.cuda.device_count()) == 0
+
+
+@needs_kernels
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_who_does_not_come_is_named(rank: int) -> None:
+    """All others have come, of three; then the one that had not."""
+    flags = [torch.zeros(3 * LENGTH, dtype=torch.int32, device=DEVICE) for _ in range(3)]
+    places, counters = torch.tensor([one.data_ptr() for one in flags], device=DEVICE), Counters.on(torch.device(DEVICE))
+    missing, other = (rank + 1) % 3, (rank + 2) % 3
+    counters.calls[0] = 7
+    flags[rank][other * LENGTH] = 8
+    flags[rank][missing * LENGTH] = 7  # it came to the last call
+    began = time.monotonic()
+    meet(places, counters, rank, LENGTH, 0.3)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    assert 0.3 <= time.monotonic() - began < 10.0
+    assert counters.missing() == (missing, 0) and counters.calls.tolist() == [8, 0, 0, 0]
+    for at, one in enumerate(flags):
+        set_by_it = {rank * LENGTH: 8} if at != rank else {other * LENGTH: 8, missing * LENGTH: 7}
+        assert one.tolist() == [set_by_it.get(index, 0) for index in range(3 * LENGTH)], f"flags of rank {at}"
+    counters = Counters.on(torch.device(DEVICE))
+    counters.calls[0] = 8
+    flags[rank][other * LENGTH], flags[rank][missing * LENGTH] = 10, 9  # one is in the next call already
+    meet(places, counters, rank, LENGTH, 30.0)
+    assert counters.calls.tolist() == [9, 0, 0, 0] and counters.missing() is None
