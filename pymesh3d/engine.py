@@ -371,7 +371,7 @@ class Engine:
             tokens=sum(microbatch.ids.numel() for microbatch in microbatches) if first and mesh.pp.rank == 0 else 0,
             batch=_fingerprint(microbatches),
             samples=sum(len(microbatch.ids) for microbatch in microbatches),
-            memory_gib=_peak_memory_gib(mesh.device),
+            memory_gib=_peak_memory_gib(mesh),
         )
         row = torch.stack([value if isinstance(value, torch.Tensor) else torch.full_like(loss, value) for value in mine])
         reports = [_Report(*numbers) for numbers in on_host(gather_rows(row, mesh.all), "loss", mesh.all).tolist()]
@@ -411,10 +411,11 @@ class _Report(NamedTuple):
     memory_gib: Any
 
 
-def _peak_memory_gib(device: torch.device) -> float:
+def _peak_memory_gib(mesh: Mesh) -> float:
     """The most that this process has had in use: of the GPU, or of the host where there is none."""
-    if device.type == "cuda":  # torch.cuda.max_memory_allocated takes longer: it first sorts a hundred other statistics
-        return float(torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"]) / 2**30
+    if mesh.device.type == "cuda":  # torch.cuda.max_memory_allocated takes longer: it first sorts a hundred other statistics
+        shared = sum(getattr(watched, "shared_bytes", 0) for watched in mesh.watched)
+        return (float(torch.cuda.memory_stats_as_nested_dict(mesh.device)["allocated_bytes"]["all"]["peak"]) + shared) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .backend import interpreted, jit, tl
@@ -15,7 +17,7 @@ def wide(x):  # type: ignore[no-untyped-def]
 
 @jit
 def _cast(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    return x.to(DTYPE)
+    return x.to(tl.float32).to(DTYPE) if DTYPE.primitive_bitwidth == 16 else x.to(DTYPE)  # torch has no other way from float64
 
 
 @jit
@@ -29,6 +31,11 @@ def _cast_of_the_interpreter(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped
 
 
 nearest = _cast_of_the_interpreter if interpreted else _cast  # a block rounded to the nearest numbers of another dtype, as torch does
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """The same in triton."""
+    return getattr(tl, str(dtype).removeprefix("torch."))
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

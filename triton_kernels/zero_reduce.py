@@ -1,8 +1,9 @@
 """A rank's shard of the sum of all ranks' gradients, read out of their memory: what is sent is rounded, and then added up by its owner.
 
 Legend: a bucket is a flat run of gradients, alike on all ranks, whose shards, one a rank, consist of tiles of TILE numbers. What a rank
-contributes is rounded once, to the wire's dtype, where it lies: each tile to the front of the memory that it has taken. So no second copy
-is needed, and what others read still lies in runs of 2 KiB. The sum is float32 (float64 for float64), in the order of ranks, and stays so.
+contributes is rounded once, to the wire's dtype: by whoever reads it, or before, to halve what crosses the links. Then it is rounded where
+it lies, each tile to the front of the memory that it has taken: no second copy is needed, and what others read lies in runs of 2 KiB. The
+sum is float32 (float64 for float64), in the order of ranks, and stays so.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from .backend import jit, tl
-from .precision import nearest, wide, wide_ref
+from .precision import nearest, triton_dtype, wide, wide_ref
 
 TILE = 1024  # numbers that are rounded together
 FEW = 64  # programs: so many read too little at once unless each loads ahead
@@ -27,11 +28,11 @@ def aligned(address, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit
-def summed(contributions, at, inside, WIRE: tl.constexpr, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sum over ranks, in their order, of what lies at `at` from where the contribution of each begins."""
-    total = wide(tl.load(aligned(contributions, WIRE) + at, mask=inside))
+def summed(contributions, at, inside, DTYPE: tl.constexpr, WIRE: tl.constexpr, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sum over ranks, in their order, of what lies at `at` from where the contribution of each begins, in DTYPE, rounded to WIRE."""
+    total = wide(nearest(tl.load(aligned(contributions, DTYPE) + at, mask=inside), WIRE))
     for rank in tl.static_range(1, RANKS):
-        total += wide(tl.load(aligned(contributions + rank, WIRE) + at, mask=inside))
+        total += wide(nearest(tl.load(aligned(contributions + rank, DTYPE) + at, mask=inside), WIRE))
     return total
 
 
@@ -50,10 +51,11 @@ def reduce_shard_kernel(  # type: ignore[no-untyped-def]
     contributions,  # int64 [RANKS]: where the bucket begins on each rank
     out,  # [tiles * TILE]: the sum
     copies,  # int64 [RANKS]: where the whole bucket begins on each rank, which then all get the sum; or None
-    squares,  # float64 [programs]: the sum of squares of what each has made
+    squares,  # float64 [SQUARES]: the sum of squares of what each program has made, and zeros
     first: tl.int32,  # the tile with which the shard begins
     tiles: tl.int32,
     ADD: tl.constexpr,  # the sum to what `out` has
+    DTYPE: tl.constexpr,  # of what lies there
     WIRE: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
@@ -61,6 +63,7 @@ def reduce_shard_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     TILES: tl.constexpr,
     STAGES: tl.constexpr,
+    SQUARES: tl.constexpr,
 ):
     """The programs take turns at TILES tiles."""
     col = tl.arange(0, TILE)[None, :]
@@ -68,11 +71,12 @@ def reduce_shard_kernel(  # type: ignore[no-untyped-def]
     for block in tl.range(tl.program_id(0), tl.cdiv(tiles, TILES), tl.num_programs(0), num_stages=STAGES):
         tile = block * TILES + tl.arange(0, TILES)[:, None]
         inside = tile < tiles
-        value = summed(contributions, (first + tile).to(tl.int64) * (TILE * WIDTH) + col, inside, WIRE, RANKS)
+        value = summed(contributions, (first + tile).to(tl.int64) * (TILE * WIDTH) + col, inside, DTYPE, WIRE, RANKS)
         number = tile.to(tl.int64) * TILE + col
         if ADD:
             value += tl.load(out + number, mask=inside)
         value = nearest(tl.where(inside, value, 0.0), out.dtype.element_ty)
+        tl.debug_barrier()  # all of these tiles has been read, where the sum comes to lie upon it
         if copies is None:
             tl.store(out + number, value, mask=inside)
         else:
@@ -82,6 +86,8 @@ def reduce_shard_kernel(  # type: ignore[no-untyped-def]
                 tl.store(there + number, value, mask=inside)
         square += value.to(tl.float64) * value.to(tl.float64)
     tl.store(squares + tl.program_id(0), tl.sum(square))
+    for unused in range(tl.program_id(0) + tl.num_programs(0), SQUARES, tl.num_programs(0)):
+        tl.store(squares + unused, 0.0)
 
 
 def width(grads: torch.dtype, wire: torch.dtype) -> int:
@@ -116,17 +122,22 @@ def reduce_shard(
     shard: int,
     rank: int,
     wire: torch.dtype,
+    rounded: bool = True,
+    programs: int | None = None,
     add: bool = False,
     copies: torch.Tensor | None = None,
 ) -> None:
     """The sum over ranks of shard number `shard` of a bucket, into `out` [tiles * TILE], or with `add` added to it; rounded to its dtype.
 
-    `contributions`, int64 [ranks], says where on each rank the bucket begins, already rounded to `wire`, as wide as `out`. The sums of the
-    squares of the result go to `squares`, float64, one for each of as many programs as it has room for. With `copies`, int64 [ranks], the
-    shard of the buckets that begin there becomes the sum on all ranks; `out` is this rank's.
+    `contributions`, int64 [ranks], says where on each rank the bucket begins, as wide as `out`: `rounded` to `wire` already, or to be
+    rounded on the way. The sums of the squares of the result go to `squares`, float64, one for each of so many `programs` (by default as
+    many as it has room for), and zeros to the rest. With `copies`, int64 [ranks], the shard of the buckets that begin there becomes the sum
+    on all ranks; `out` is this rank's.
     """
     assert out.numel() % TILE == 0 and out.is_contiguous(), f"{tuple(out.shape)}, {out.stride()}"
-    programs, tiles = squares.numel(), out.numel() // TILE
+    programs = squares.numel() if programs is None else programs
+    assert 0 < programs <= squares.numel(), f"{programs} programs, {squares.numel()} places for their squares"
+    tiles = out.numel() // TILE
     reduce_shard_kernel[(programs,)](
         contributions,
         out,
@@ -135,11 +146,13 @@ def reduce_shard(
         shard * tiles,
         tiles,
         ADD=add,
-        WIRE=getattr(tl, str(wire).removeprefix("torch.")),
+        DTYPE=triton_dtype(wire if rounded else out.dtype),
+        WIRE=triton_dtype(wire),
         RANK=rank,
         RANKS=contributions.numel(),
         TILE=TILE,
-        WIDTH=width(out.dtype, wire),
+        WIDTH=width(out.dtype, wire) if rounded else 1,
+        SQUARES=squares.numel(),
         **(AHEAD if programs <= FEW else AT_ONCE),
     )
 

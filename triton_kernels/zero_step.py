@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from .backend import constant, jit, tl
-from .precision import nearest, wide
+from .precision import nearest, triton_dtype, wide
 from .zero_reduce import TILE, aligned, summed, width
 
 HALF = constant(0x8000)  # of the last bit of a bfloat16 in units of the last bit of a float32
@@ -73,8 +73,9 @@ def update_kernel(  # type: ignore[no-untyped-def]
     first: tl.int32,  # the tile with which the shard begins
     lr,
     rate,  # AdamW: lr / (1 - beta1^step). SGD: 1 - dampening
-    beta1,  # SGD: momentum
-    beta2,  # SGD: the same, but 0 in the first step
+    share1,  # AdamW: 1 - beta1, of the gradient in its average. SGD: momentum
+    beta2,  # SGD: momentum, but 0 in the first step
+    share2,  # AdamW: 1 - beta2
     root,  # AdamW: sqrt(1 - beta2^step)
     eps,
     decay,
@@ -95,7 +96,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
         tile = tl.program_id(0).to(tl.int64)
         number, place = tile * TILE + col, (first + tile) * TILE + col
         if contributions is not None:
-            grad = summed(contributions, (first + tile) * (TILE * WIDTH) + col, None, WIRE, RANKS)
+            grad = summed(contributions, (first + tile) * (TILE * WIDTH) + col, None, WIRE, WIRE, RANKS)
         else:
             grad = wide(tl.load(grads + number))
         grad *= factor.to(tl.float32)
@@ -108,17 +109,17 @@ def update_kernel(  # type: ignore[no-untyped-def]
             else:
                 grad += decay * master
             mean = tl.load(average + number)
-            mean += (1 - beta1) * (grad - mean)
-            square = beta2 * tl.load(average_square + number) + (1 - beta2) * grad * grad
+            mean += share1 * (grad - mean)
+            square = beta2 * tl.load(average_square + number) + share2 * grad * grad
             tl.store(average + number, mean)
             tl.store(average_square + number, square)
             master -= rate * (mean / (tl.sqrt(square) / root + eps))
         else:
             grad += decay * master
             if average is not None:
-                mean = beta2 * tl.load(average + number) + rate * grad
+                mean = rate * grad + tl.where(beta2 == 0.0, 0.0, beta2 * tl.load(average + number))
                 tl.store(average + number, mean)
-                grad = grad + beta1 * mean if DECOUPLED else mean
+                grad = grad + share1 * mean if DECOUPLED else mean
             master -= lr * grad
         new = nearest(master, WEIGHT)
         if masters.dtype.element_ty == tl.int16:
@@ -144,23 +145,25 @@ def update(
     grads: torch.Tensor | None = None,
     contributions: torch.Tensor | None = None,
     wire: torch.dtype = torch.float32,
+    accumulated: torch.dtype = torch.float32,
 ) -> None:
     """One step of `rule` on shard number `shard` of a bucket; with `push` all ranks get the new parameters, else this `rank`.
 
     `masters` [tiles * TILE] are float32, or int16: then the last 16 bits of what the parameters, bfloat16, are the first bits of.
     `remembered`: AdamW's averages of gradients and of their squares; SGD's momentum, if it has any. `weights`, int64 [ranks], says where
     the bucket's parameters of `dtype` begin on each rank. The gradients, times `scale`, float64 [1], are `grads` [tiles * TILE], or the sum
-    of the ranks' `contributions`, int64 [ranks], as `reduce_shard` takes them. Where `scale` is NaN nothing changes.
+    of the ranks' `contributions`, int64 [ranks], as `reduce_shard` takes them, rounded to `wire` where they were `accumulated`. Where
+    `scale` is NaN nothing changes.
     """
     assert masters.numel() % TILE == 0 and (grads is None) != (contributions is None), f"{masters.numel()} masters"
     tiles = masters.numel() // TILE
     if isinstance(rule, AdamW):
         rate, root = rule.lr / (1 - rule.beta1**rule.step), (1 - rule.beta2**rule.step) ** 0.5
-        numbers = rule.lr, rate, rule.beta1, rule.beta2, root, rule.eps, rule.weight_decay
+        numbers = rule.lr, rate, 1 - rule.beta1, rule.beta2, 1 - rule.beta2, root, rule.eps, rule.weight_decay
         adamw, other = True, rule.decoupled
     else:
         rate, kept = (1.0, 0.0) if rule.first else (1.0 - rule.dampening, rule.momentum)
-        numbers = rule.lr, rate, rule.momentum, kept, 1.0, 0.0, rule.weight_decay
+        numbers = rule.lr, rate, rule.momentum, kept, 0.0, 1.0, 0.0, rule.weight_decay
         adamw, other = False, rule.nesterov
     average, average_square = (*remembered, None, None)[:2]
     update_kernel[(tiles,)](
@@ -175,13 +178,13 @@ def update(
         *map(float, numbers),
         ADAMW=adamw,
         DECOUPLED=other,
-        WIRE=getattr(tl, str(wire).removeprefix("torch.")),
-        WEIGHT=getattr(tl, str(dtype).removeprefix("torch.")),
+        WIRE=triton_dtype(wire),
+        WEIGHT=triton_dtype(dtype),
         RANK=rank,
         RANKS=weights.numel(),
         PUSHED=weights.numel() - 1 if push else 0,
         TILE=TILE,
-        WIDTH=width(torch.float32, wire),
+        WIDTH=width(accumulated, wire),
         num_warps=4,
     )
 

@@ -42,6 +42,7 @@ class SymmetricBuffer:
 
     def __init__(self, size: int, axis: Axis, device: torch.device) -> None:
         assert size > 0, f"a buffer of {size} bytes"
+        self.size = size
         if axis.size == 1:
             self._parts = [torch.zeros(size, dtype=torch.uint8, device=device)]
         elif device.type == "cuda":

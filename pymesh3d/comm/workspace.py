@@ -52,6 +52,11 @@ class Waits:
     def _all_counters(self) -> list[Counters]:
         return [self.counters]
 
+    @property
+    def shared_bytes(self) -> int:
+        """How much memory of this rank it shares with others: torch does not count that."""
+        return 0
+
     def close(self) -> None:
         """Give up what memory there is."""
 
@@ -127,6 +132,12 @@ class Workspace(Waits):
 
     def _all_counters(self) -> list[Counters]:
         return [self.counters, *(counters for counters, *_ in self._kept)]
+
+    @property
+    def shared_bytes(self) -> int:
+        """How much memory of this rank it shares with others, what graphs keep included."""
+        buffers = [self._memory, self._flags, *(buffer for _, *kept in self._kept for buffer in kept)]
+        return sum(buffer.size for buffer in buffers if buffer is not None)
 
     def close(self) -> None:
         """Give the memory back."""

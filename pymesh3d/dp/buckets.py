@@ -150,7 +150,8 @@ def make_buckets(
     kinds: dict[tuple[bool, bool, bool, int | None, torch.dtype], list[list[nn.Parameter]]] = {}
     for parameter in parameters:
         placement = placement_of(parameter)
-        key = decays(parameter), placement.replicated, placement.has_summands, unit(parameter), parameter.dtype
+        late = placement.has_summands or parameter.ndim < 2  # norms are small, and stand in all layers
+        key = decays(parameter), placement.replicated, late, unit(parameter), parameter.dtype
         runs = kinds.setdefault(key, [[]])
         if runs[-1] and sum(p.numel() for p in runs[-1]) + parameter.numel() > elements:
             runs.append([])

@@ -30,10 +30,11 @@ class Exchange(Protocol):
     def lend(self, bucket: Bucket) -> torch.Tensor:
         """Memory for the gradients of a bucket, all 0, until `reduce` has been called."""
 
-    def reduce(self, bucket: Bucket, out: torch.Tensor, *, add: bool = False) -> None:
+    def reduce(self, bucket: Bucket, out: torch.Tensor, *, add: bool = False, beside: bool = False, last: bool = False) -> None:
         """Begin to sum a bucket's gradients over the ranks: this rank's shard into `out`, or with `add` to what that has.
 
-        `out` may be this rank's shard of the gradients themselves, which are lost.
+        `out` may be this rank's shard of the gradients themselves, which are lost. `beside`, alike on all ranks: there is a backward pass
+        meanwhile, of which most is still to come unless this is the `last` bucket.
         """
 
     def finish(self) -> None:
@@ -86,7 +87,7 @@ class Collectives:
         """See `Exchange`."""
         return torch.zeros(bucket.size, dtype=bucket.grad_dtype, device=bucket.device)
 
-    def reduce(self, bucket: Bucket, out: torch.Tensor, *, add: bool = False) -> None:
+    def reduce(self, bucket: Bucket, out: torch.Tensor, *, add: bool = False, beside: bool = False, last: bool = False) -> None:
         """See `Exchange`."""
         with self._aside():
             if self._stream is not None:

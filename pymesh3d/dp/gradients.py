@@ -23,7 +23,8 @@ from pymesh3d.placement import placement_of
 class InOrder:
     """Launches each of some buckets once, when its gradients have arrived, in one order on all ranks whichever is complete first."""
 
-    def __init__(self, buckets: Sequence[Bucket], launch: Callable[[Bucket], None]) -> None:
+    def __init__(self, buckets: Sequence[Bucket], launch: Callable[[Bucket, bool], None]) -> None:
+        """`launch` gets a bucket, and whether it is the last."""
         self._buckets, self._launch = buckets, launch
         self._number = {id(slot.parameter): number for number, bucket in enumerate(buckets) for slot in bucket.slots}
         self.reset()
@@ -58,7 +59,7 @@ class InOrder:
     def _launch_next(self) -> None:
         bucket = self._buckets[self._launched]
         self._launched += 1
-        self._launch(bucket)
+        self._launch(bucket, self._launched == len(self._buckets))
 
 
 class Gradients:
@@ -86,7 +87,7 @@ class Gradients:
         self.owned = [bucket.grads if everywhere else self._shard(bucket) for bucket in buckets]
         self._last = InOrder([bucket for bucket in kept if not bucket.late], self._reduce_kept)
         self._each = InOrder(passing, self._reduce_passing)
-        self._in_last = self._in_pass = False
+        self._in_last = self._in_pass = self._had_last = False  # a pass, now or in this step
         for bucket in buckets:
             for slot in bucket.slots:
                 self._listen(slot, bucket)
@@ -166,7 +167,7 @@ class Gradients:
 
         It need not reach all of them. At its end the gradients of `parameters` are complete, however they have been computed.
         """
-        self._in_last = self._mesh.dp.size > 1
+        self._in_last = self._had_last = self._mesh.dp.size > 1
         try:
             yield
         finally:
@@ -191,20 +192,21 @@ class Gradients:
             for target, source in zip(ranges, summed.split([r.numel() for r in ranges]), strict=True):
                 target.copy_(source)
         for bucket in self._late:
-            self._reduce_kept(bucket)
+            if self._mesh.dp.size > 1:
+                self._exchange.reduce(bucket, self._shard(bucket))
         for bucket, sums in self._sums.items():
             if bucket not in self._begun:
                 sums.zero_()
         self._exchange.finish()
 
-    def _reduce_kept(self, bucket: Bucket) -> None:
+    def _reduce_kept(self, bucket: Bucket, last: bool) -> None:
         if self._mesh.dp.size > 1:  # else nothing is sent, so nothing is rounded
-            self._exchange.reduce(bucket, self._shard(bucket))
+            self._exchange.reduce(bucket, self._shard(bucket), beside=self._had_last, last=last)
 
-    def _reduce_passing(self, bucket: Bucket) -> None:
+    def _reduce_passing(self, bucket: Bucket, last: bool) -> None:
         if not bucket.grads.numel():  # nothing of this pass here, but perhaps on other ranks
             bucket.show_grads(self._exchange.lend(bucket))
-        self._exchange.reduce(bucket, self._sums[bucket], add=bucket in self._begun)
+        self._exchange.reduce(bucket, self._sums[bucket], add=bucket in self._begun, beside=True, last=last)
         self._begun.add(bucket)
         bucket.show_grads(bucket.grads.new_empty(0))
 
@@ -247,7 +249,7 @@ class Gradients:
         """Begin anew, with zeros."""
         if self.reduced:
             self.agree()
-        self.reduced = self.agreed = self._summed_up = self._in_pass = False
+        self.reduced = self.agreed = self._summed_up = self._in_pass = self._had_last = False
         self._last.reset()
         self._each.reset()
         self._begun.clear()

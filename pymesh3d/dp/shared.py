@@ -17,7 +17,7 @@ from pymesh3d.dp.exchange import wire_of
 from pymesh3d.triton_kernels.signals import meet, tell_ranks, wait_for_ranks
 from pymesh3d.triton_kernels.zero_reduce import reduce_shard, round_in_place
 
-PROGRAMS = 32  # that sum a shard beside a backward pass: few leave it room, fewer do not keep up with the link (see zero_reduce)
+PROGRAMS = {"cuda": (16, 528), "cpu": (1, 2)}  # that sum a shard, beside a backward pass, to leave it room, and alone
 ALIGNED = 512  # bytes
 
 
@@ -39,7 +39,8 @@ class SharedMemory(Waits):
         indices = torch.arange(self._length, dtype=torch.int64, device=device)
         self._tables = list((self._flags.addresses + 4 * indices[:, None]).unbind())
         self._calls = [0] * len(buckets)
-        self._squares = torch.zeros(len(buckets), PROGRAMS, dtype=torch.float64, device=device)
+        self._beside, self._alone = PROGRAMS[device.type]
+        self._squares = torch.zeros(len(buckets), self._alone, dtype=torch.float64, device=device)
         self._buffers: list[SymmetricBuffer] = []
         self._places: dict[int, tuple[SymmetricBuffer, int]] = {}  # by the address of what lies there: in which buffer, at which byte
         self._lent: dict[Bucket, torch.Tensor] = {}
@@ -121,7 +122,7 @@ class SharedMemory(Waits):
         memory.copy_(bucket.grads)
         bucket.show_grads(memory)
 
-    def reduce(self, bucket: Bucket, out: torch.Tensor, *, add: bool = False) -> None:
+    def reduce(self, bucket: Bucket, out: torch.Tensor, *, add: bool = False, beside: bool = False, last: bool = False) -> None:
         """See `Exchange`."""
         number = self._number[bucket]
         self._move_in(bucket)
@@ -129,11 +130,22 @@ class SharedMemory(Waits):
         call, wire, rank = self._calls[number], wire_of(bucket, self._wire), self._axis.rank
         with self._aside(self._stream):
             addresses = self.addresses(bucket.grads)
-            round_in_place(bucket.grads, wire)
+            if not beside:  # then the links are what takes time; beside a pass it is memory
+                round_in_place(bucket.grads, wire)
             self._tell(number, call)
             self._wait(number, call)
-            copies = addresses if self._everywhere else None
-            reduce_shard(addresses, out, self._squares[number], shard=rank, rank=rank, wire=wire, add=add, copies=copies)
+            reduce_shard(
+                addresses,
+                out,
+                self._squares[number],
+                shard=rank,
+                rank=rank,
+                wire=wire,
+                rounded=not beside,
+                programs=self._beside if beside and not last else self._alone,
+                add=add,
+                copies=addresses if self._everywhere else None,
+            )
             if bucket in self._lent:
                 self._tell(len(self._number) + number, call)
                 if self._stream is not None:
@@ -168,6 +180,11 @@ class SharedMemory(Waits):
                     out.chunk(ranks)[other].copy_(buffer.part(other, tuple(shard.shape), shard.dtype, place), non_blocking=True)
             done = None if self._copying is None else self._copying.record_event()
         return Pending(out, lambda: None if done is None else torch.cuda.current_stream().wait_event(done))
+
+    @property
+    def shared_bytes(self) -> int:
+        """How much memory of this rank it shares with others."""
+        return sum(buffer.size for buffer in (self._flags, *self._buffers))
 
     def _tell(self, index: int, call: int) -> None:
         tell_ranks(self._tables[index], self._axis.rank, self._length, call)
