@@ -83,6 +83,16 @@ std::unique_ptr<Kernel> make_kernel(std::shared_ptr<const Gpu> gpu, std::uintptr
 }
 
 // `targets`: where each piece goes, and its flag.
+void tell(const Gpu& gpu, pymesh3d::Stream stream, const std::vector<std::uintptr_t>& flags, std::uint32_t value) {
+  const py::gil_scoped_release released;
+  for (const std::uintptr_t flag : flags) gpu.tell(stream, flag, value);
+}
+
+void wait_until(const Gpu& gpu, pymesh3d::Stream stream, const std::vector<std::uintptr_t>& flags, std::uint32_t value) {
+  const py::gil_scoped_release released;
+  for (const std::uintptr_t flag : flags) gpu.wait_until(stream, flag, value);
+}
+
 void start_copies(Copier& copier, std::uintptr_t source, std::size_t bytes,
                   const std::vector<std::pair<std::uintptr_t, std::uintptr_t>>& targets, std::uint32_t value, Stream stream) {
   std::vector<Target> places;
@@ -109,7 +119,10 @@ PYBIND11_MODULE(_C, module) {
   py::register_exception<pymesh3d::GpuError>(module, "GpuError", PyExc_RuntimeError);
   py::register_exception<pymesh3d::NcclError>(module, "NcclError", PyExc_RuntimeError);
 
-  py::class_<Gpu, std::shared_ptr<Gpu>>(module, "Gpu", "The CUDA driver.").def(py::init<const std::string&>(), py::arg("path"));
+  py::class_<Gpu, std::shared_ptr<Gpu>>(module, "Gpu", "The CUDA driver.")
+      .def(py::init<const std::string&>(), py::arg("path"))
+      .def("tell", &tell, py::arg("stream"), py::arg("flags"), py::arg("value"))
+      .def("wait_until", &wait_until, py::arg("stream"), py::arg("flags"), py::arg("value"));
 
   py::class_<Nccl, std::shared_ptr<Nccl>>(module, "Nccl", "The NCCL library.")
       .def(py::init<const std::string&>(), py::arg("path"))

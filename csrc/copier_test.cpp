@@ -148,6 +148,30 @@ void threads_start_and_join_at_the_same_time() {
   EXPECT(place.memory == source);
 }
 
+void a_stream_waits_until_a_number_has_come() {
+  const Machine machine;
+  const Computing computing(machine), other(machine);
+  std::atomic<int> done{0};
+  Flag flag{0xfffffffeu};  // and it counts on from 0
+  const auto address = reinterpret_cast<std::uintptr_t>(&flag);
+  machine.gpu->wait_until(computing.stream, address, 1);
+  computing.run([&] { ++done; });
+  for (const std::uint32_t value : {0xffffffffu, 0u}) {
+    machine.gpu->tell(other.stream, address, value);
+    other.synchronize();
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    EXPECT(flag == value && done == 0);
+  }
+  machine.gpu->tell(other.stream, address, 2);  // beyond is as good
+  computing.synchronize();
+  EXPECT(done == 1);
+  machine.gpu->wait_until(computing.stream, address, 2);  // it has come
+  computing.synchronize();
+  machine.fail("cuStreamWaitValue32", 1);
+  EXPECT(has(text_of<GpuError>([&] { machine.gpu->wait_until(computing.stream, address, 3); }), "cuStreamWaitValue32", "failed"));
+  computing.synchronize();
+}
+
 void call_that_fails_says_so() {
   const Machine machine;
   const Computing computing(machine);
@@ -197,6 +221,7 @@ int main(int count, char** arguments) {
   RUN(nothing_is_copied_to_nowhere);
   RUN(thread_without_a_context_has_that_of_the_first);
   RUN(threads_start_and_join_at_the_same_time);
+  RUN(a_stream_waits_until_a_number_has_come);
   RUN(call_that_fails_says_so);
   RUN(nothing_is_left_behind);
   return failures;

@@ -8,6 +8,7 @@ namespace {
 constexpr int success = 0, not_ready = 600;  // CUDA_SUCCESS, CUDA_ERROR_NOT_READY
 constexpr unsigned non_blocking = 1;         // CU_STREAM_NON_BLOCKING
 constexpr unsigned without_timing = 2;       // CU_EVENT_DISABLE_TIMING
+constexpr unsigned at_least = 0;             // CU_STREAM_WAIT_VALUE_GEQ, of the difference with sign
 constexpr unsigned for_device = 1 | 2;       // CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTALLOC_DEVICEMAP
 
 void* pointer(std::uintptr_t handle) { return reinterpret_cast<void*>(handle); }
@@ -39,6 +40,7 @@ Gpu::Gpu(const std::string& path)
       host_free_(driver_function<Status(void*)>("cuMemFreeHost")),
       stream_write_(driver_function<Status(void*, std::uint64_t, std::uint64_t, unsigned)>("cuStreamWriteValue64")),
       stream_write32_(driver_function<Status(void*, std::uint64_t, std::uint32_t, unsigned)>("cuStreamWriteValue32")),
+      stream_wait32_(driver_function<Status(void*, std::uint64_t, std::uint32_t, unsigned)>("cuStreamWaitValue32")),
       memory_copy_(driver_function<Status(std::uint64_t, std::uint64_t, std::size_t, void*)>("cuMemcpyAsync")) {}
 
 void Gpu::check(Status status, const char* call) const {
@@ -97,6 +99,10 @@ void Gpu::copy(Stream stream, std::uintptr_t to, std::uintptr_t from, std::size_
 
 void Gpu::tell(Stream stream, std::uintptr_t flag, std::uint32_t value) const {
   check(stream_write32_(pointer(stream), flag, value, 0), "cuStreamWriteValue32");
+}
+
+void Gpu::wait_until(Stream stream, std::uintptr_t flag, std::uint32_t value) const {
+  check(stream_wait32_(pointer(stream), flag, value, at_least), "cuStreamWaitValue32");
 }
 
 Gpu::Counter* Gpu::create_counter() const {

@@ -64,6 +64,9 @@ class Gpu {
   void copy(Stream stream, std::uintptr_t to, std::uintptr_t from, std::size_t bytes) const;
   // Sets a number of 32 bits. Whoever reads it then, on whatever GPU, sees all that the stream did before.
   void tell(Stream stream, std::uintptr_t flag, std::uint32_t value) const;
+  // What is enqueued on `stream` from now on runs when the number at `flag`, in this GPU's own memory, has come to `value` or, as it counts
+  // on after the largest, beyond. No processor waits.
+  void wait_until(Stream stream, std::uintptr_t flag, std::uint32_t value) const;
 
   // A number in host memory that streams write and the host reads without a call of the driver, which might have to wait for another thread's.
   using Counter = std::atomic<std::uint64_t>;
@@ -90,6 +93,7 @@ class Gpu {
   Status (*host_free_)(void*);
   Status (*stream_write_)(void*, std::uint64_t, std::uint64_t, unsigned);
   Status (*stream_write32_)(void*, std::uint64_t, std::uint32_t, unsigned);
+  Status (*stream_wait32_)(void*, std::uint64_t, std::uint32_t, unsigned);
   Status (*memory_copy_)(std::uint64_t, std::uint64_t, std::size_t, void*);
 };
 

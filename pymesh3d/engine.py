@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from pymesh3d.comm.agree import exchange_numbers, exchange_text
 from pymesh3d.comm.collectives import all_reduce_, gather_rows
 from pymesh3d.comm.links import Expected
 from pymesh3d.comm.p2p import Links
-from pymesh3d.comm.watch import looked_after, on_host
+from pymesh3d.comm.watch import fetched, looked_after
 from pymesh3d.comm.whole import whole
 from pymesh3d.config import ModelConfig, TrainConfig, validate
 from pymesh3d.dp.zero import Zero
@@ -161,6 +162,9 @@ class Engine:
         self.links = Links(mesh, ring=config.virtual_pp > 1)
         self._schedules: dict[tuple[str, int, bool], list[tuple[Action, ...]]] = {}
         self._divisor = torch.ones((), dtype=torch.int64, device=mesh.device)
+        self._veto = torch.zeros((), dtype=torch.float64, device=mesh.device)  # NaN from what no step may be taken of
+        leaders = np.broadcast_to(mesh.ranks[:1, :, :1, :1], mesh.ranks.shape)  # the first rank of each one's dp coordinate
+        self._leaders = torch.from_numpy(leaders.flatten()).to(mesh.device)
         self.memory_gib = 0.0
         self._calls = 0  # of forward_backward since the last optimizer step
         self._compared = False  # the shapes of the ranks' batches, for good
@@ -182,8 +186,9 @@ class Engine:
 
     def train_step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> StepResult:
         """One step on this dp rank's share of the global batch: (token ids [B, S], targets [B, S], -100 where there is none)."""
-        loss, tokens = self.forward_backward(batch, last=True)
+        told = self._forward_backward(batch, last=True)  # so the host need not wait twice
         grad_norm, taken = self.optimizer_step()
+        loss, tokens = told()
         return StepResult(loss=loss, grad_norm=grad_norm, tokens=tokens, taken=taken)
 
     def forward_backward(self, batch: tuple[torch.Tensor, torch.Tensor], *, last: bool = False) -> tuple[float, int]:
@@ -192,6 +197,9 @@ class Engine:
         Called several times before `optimizer_step`, the gradients add up. With `last`, for the last time before that, dp ranks exchange
         them meanwhile.
         """
+        return self._forward_backward(batch, last=last)()
+
+    def _forward_backward(self, batch: tuple[torch.Tensor, torch.Tensor], *, last: bool) -> Callable[[], tuple[float, int]]:
         self._require_ready(train=True)
         with looked_after("a step", self.mesh):
             microbatches = self._prepare(batch, train=True)
@@ -201,10 +209,11 @@ class Engine:
     def optimizer_step(self) -> tuple[float, bool]:
         """Sum the gradients, agree on their norm, and update unless it is not finite. Returns the norm and whether a step was taken."""
         self._require_ready(train=True)
-        self._calls = 0
+        self._calls, veto = 0, self._veto
+        self._veto = torch.zeros_like(veto)
         with looked_after("an update", self.mesh):
             try:
-                return self.zero.step(self.config.max_norm)
+                return self.zero.step(self.config.max_norm, veto=veto)
             except ConfigError:  # before anything was sent
                 raise
             except BaseException as error:
@@ -217,7 +226,7 @@ class Engine:
         schedule = "gpipe" if self.config.virtual_pp == 1 else self.config.schedule
         with looked_after("an evaluation", self.mesh):
             microbatches = self._prepare(batch, train=False)
-            return self._run(self._steps(schedule, len(microbatches), forward_only=True), microbatches, train=False)[0]
+            return self._run(self._steps(schedule, len(microbatches), forward_only=True), microbatches, train=False)()[0]
 
     def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter of this stage, unsharded, by its full name. All ranks of the stage must iterate to the end.
@@ -253,6 +262,7 @@ class Engine:
         """Go on from what `state` gave, without gradients. All ranks must call."""
         self.zero.load_state(tensors)
         self.zero.zero_grad()
+        self._veto = torch.zeros_like(self._veto)
         self._calls = 0
 
     def _steps(self, schedule: str, microbatches: int, *, forward_only: bool = False) -> list[tuple[Action, ...]]:
@@ -353,16 +363,17 @@ class Engine:
 
     def _run(
         self, steps: Sequence[Sequence[Action]], microbatches: Sequence[Microbatch], *, train: bool, last: bool = False
-    ) -> tuple[float, int]:
-        """The loss and the number of tokens of all ranks."""
+    ) -> Callable[[], tuple[float, int]]:
+        """What waits for the loss and the number of tokens of all ranks. Its errors are those of `_agree_on_loss`."""
         last_pass = (lambda stage: self.zero.last_pass(self._trained[stage])) if last else lambda _: nullcontext()
         loss = run(steps, self.stages, self.links, microbatches, train=train, last_pass=last_pass)
         return self._agree_on_loss(loss, microbatches)
 
-    def _agree_on_loss(self, loss: torch.Tensor, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
-        """The sums of what the ranks report of a step: losses and tokens.
+    def _agree_on_loss(self, loss: torch.Tensor, microbatches: Sequence[Microbatch]) -> Callable[[], tuple[float, int]]:
+        """What waits for the sums of what the ranks report of a step: losses and tokens.
 
-        Raises DistributedError where ranks of one dp coordinate had different batches, and with dropout where one had more samples.
+        It raises DistributedError where ranks of one dp coordinate had different batches, and with dropout where one had more samples. No
+        step is taken then, though the host may have asked for it before.
         """
         mesh = self.mesh
         first = mesh.tp.rank == 0  # tp ranks hold the same losses and tokens, and stages the same tokens: one speaks for all
@@ -374,12 +385,23 @@ class Engine:
             memory_gib=_peak_memory_gib(mesh),
         )
         row = torch.stack([value if isinstance(value, torch.Tensor) else torch.full_like(loss, value) for value in mine])
-        reports = [_Report(*numbers) for numbers in on_host(gather_rows(row, mesh.all), "loss", mesh.all).tolist()]
-        self._require_one_batch([report.batch for report in reports], "batch")
-        if microbatches[0].masks is not None:  # evaluation draws none
-            self._require_equal_sizes(reports)
-        self.memory_gib = max(report.memory_gib for report in reports)
-        return sum(report.loss for report in reports), int(sum(report.tokens for report in reports))
+        rows = gather_rows(row, mesh.all)
+        told, drops = fetched(rows, "loss", mesh.all), microbatches[0].masks is not None  # evaluation draws none
+        batches, samples = (rows[:, _Report._fields.index(name)] for name in ("batch", "samples"))
+        differ = (batches != batches[self._leaders]).any()
+        if drops:
+            differ = differ | (samples != samples[0]).any()
+        self._veto = self._veto.masked_fill(differ, math.nan)
+
+        def wait() -> tuple[float, int]:
+            reports = [_Report(*numbers) for numbers in told().tolist()]
+            self._require_one_batch([report.batch for report in reports], "batch")
+            if drops:
+                self._require_equal_sizes(reports)
+            self.memory_gib = max(report.memory_gib for report in reports)
+            return sum(report.loss for report in reports), int(sum(report.tokens for report in reports))
+
+        return wait
 
     def _require_one_batch(self, of_ranks: Sequence[object], what: str) -> None:
         """Raise DistributedError where ranks of one dp coordinate do not have the same."""

@@ -119,7 +119,7 @@ def reduce_shard(
     out: torch.Tensor,
     squares: torch.Tensor,
     *,
-    shard: int,
+    first: int,
     rank: int,
     wire: torch.dtype,
     rounded: bool = True,
@@ -127,7 +127,7 @@ def reduce_shard(
     add: bool = False,
     copies: torch.Tensor | None = None,
 ) -> None:
-    """The sum over ranks of shard number `shard` of a bucket, into `out` [tiles * TILE], or with `add` added to it; rounded to its dtype.
+    """The sum over ranks of a bucket's tiles from `first` on, into `out` [tiles * TILE], or with `add` added to it; rounded to its dtype.
 
     `contributions`, int64 [ranks], says where on each rank the bucket begins, as wide as `out`: `rounded` to `wire` already, or to be
     rounded on the way. The sums of the squares of the result go to `squares`, float64, one for each of so many `programs` (by default as
@@ -143,7 +143,7 @@ def reduce_shard(
         out,
         copies,
         squares,
-        shard * tiles,
+        first,
         tiles,
         ADD=add,
         DTYPE=triton_dtype(wire if rounded else out.dtype),

@@ -9,7 +9,7 @@ import torch
 from pymesh3d.axis import Axis, named
 from pymesh3d.comm.collectives import Pending
 from pymesh3d.comm.native import copier
-from pymesh3d.comm.workspace import Workspace, raw_stream
+from pymesh3d.comm.workspace import Workspace, as_int32, raw_stream
 from pymesh3d.triton_kernels.matmul_reduce_scatter import Slots
 from pymesh3d.triton_kernels.signals import tell_ranks, wait_for_ranks
 
@@ -95,8 +95,3 @@ class CopiedGather(Workspace):
         self._last = self._counted_in = None
         self._places = []
         super().close()
-
-
-def as_int32(number: int) -> int:
-    """Its last 32 bits."""
-    return (number + (1 << 31)) % (1 << 32) - (1 << 31)

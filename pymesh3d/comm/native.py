@@ -105,6 +105,19 @@ def starter(
         return None
 
 
+def stream_calls() -> Gpu | None:
+    """What streams can do without a processor: set numbers in any memory, and wait for them. None without the compiled part, and where the
+    driver has no such functions: alike on all ranks of a host.
+    """
+    if not available:
+        return None
+    try:
+        return driver()
+    except _C.LibraryError as error:
+        _say_once(f"streams cannot wait for numbers: {error}")
+        return None
+
+
 def copier() -> Copier | None:
     """A stream of the copy engines of the current GPU; None without the compiled part, and where the driver has no such functions: alike on
     all ranks of a host. Raises GpuError, a RuntimeError, where this GPU refuses.

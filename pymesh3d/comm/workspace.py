@@ -190,3 +190,8 @@ def on_this_stream(kind: type[Kind], op: str, axis: Axis, device: torch.device) 
 def raw_stream(device: torch.device) -> int:
     """The current one of a GPU, 0 on the CPU."""
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+
+
+def as_int32(number: int) -> int:
+    """Its last 32 bits, as flags have it."""
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)

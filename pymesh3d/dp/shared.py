@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 
@@ -10,20 +11,23 @@ import torch
 
 from pymesh3d.axis import Axis
 from pymesh3d.comm.collectives import Pending
+from pymesh3d.comm.flags import Flags
 from pymesh3d.comm.symmetric import SymmetricBuffer
-from pymesh3d.comm.workspace import Waits
 from pymesh3d.dp.buckets import Bucket
 from pymesh3d.dp.exchange import wire_of
-from pymesh3d.triton_kernels.signals import meet, tell_ranks, wait_for_ranks
-from pymesh3d.triton_kernels.zero_reduce import reduce_shard, round_in_place
+from pymesh3d.triton_kernels.zero_reduce import TILE, reduce_shard, round_in_place
 
-PROGRAMS = {"cuda": (16, 528), "cpu": (1, 2)}  # that sum a shard, beside a backward pass, to leave it room, and alone
+PROGRAMS = {"cuda": 528, "cpu": 2}  # that sum a shard: 4 run on a multiprocessor at once
+PIECE = 8 * 2**20  # numbers of a shard that are fetched at once beside a backward pass: 32 MiB, 0.1 ms of a link
 ALIGNED = 512  # bytes
 
 
-class SharedMemory(Waits):
+class SharedMemory:
     """The same as `Collectives`, the same bits too, but that nothing is copied to be sent: each rank reads its shard of a bucket out of the
     memory of all others, once these have told that it is there.
+
+    Beside a backward pass copy engines fetch it, and a kernel sums it up in a moment: one that waits or reads over a link would keep a
+    multiprocessor from products that want them all. (1B model on 2 x H200: 16 programs that did slowed a step by 8.5 of 441 ms.)
 
     Whoever changes memory that was read must know that all have done so: from an exchange that all took part in after their reads, as of
     the norm, or from `meet`. Only with memory that was lent this sees to it itself.
@@ -31,23 +35,25 @@ class SharedMemory(Waits):
 
     def __init__(self, axis: Axis, device: torch.device, buckets: Sequence[Bucket], *, wire: torch.dtype | None, everywhere: bool) -> None:
         """Raises SharingError, on all ranks, where they cannot share memory."""
-        super().__init__("gradients", axis, device)
-        self._wire, self._everywhere, self._seconds = wire, everywhere, axis.timeout.total_seconds()
+        self._axis, self._device, self._wire, self._everywhere = axis, device, wire, everywhere
+        self._programs = PROGRAMS[device.type]
         self._number = {bucket: number for number, bucket in enumerate(buckets)}
-        self._length = 2 * len(buckets) + 1  # flags that a rank sets on another: a bucket is there, it has been read, and of `meet`
-        self._flags = SymmetricBuffer(4 * axis.size * self._length, axis, device)
-        indices = torch.arange(self._length, dtype=torch.int64, device=device)
-        self._tables = list((self._flags.addresses + 4 * indices[:, None]).unbind())
+        self._flags = Flags("gradients", axis, device, 2 * len(buckets) + 1)  # a bucket is there, and has been read; and of `meet`
         self._calls = [0] * len(buckets)
-        self._beside, self._alone = PROGRAMS[device.type]
-        self._squares = torch.zeros(len(buckets), self._alone, dtype=torch.float64, device=device)
-        self._buffers: list[SymmetricBuffer] = []
+        self._awaited = [0] * len(buckets)  # of these calls: until which one others have read
+        self._meetings = 0
+        pieces = [-(-bucket.shard_size // PIECE) for bucket in buckets]
+        self._squares = torch.zeros(sum(pieces), self._programs, dtype=torch.float64, device=device)
+        ends = list(itertools.accumulate(pieces))
+        self._rows = [range(end - count, end) for end, count in zip(ends, pieces, strict=True)]  # of these, by bucket
         self._places: dict[int, tuple[SymmetricBuffer, int]] = {}  # by the address of what lies there: in which buffer, at which byte
         self._lent: dict[Bucket, torch.Tensor] = {}
         self._events: dict[Bucket, torch.cuda.Event] = {}
+        self._tables: dict[tuple[Bucket, int], torch.Tensor] = {}
         on_gpu = device.type == "cuda"
         self._stream, self._copying = (torch.cuda.Stream(device) if on_gpu else None for _ in range(2))
-        axis.watched.insert(0, self)
+        longest = max(min(bucket.shard_size, PIECE) * bucket.grad_dtype.itemsize for bucket in buckets)
+        self._fetched = torch.empty(axis.size, longest, dtype=torch.uint8, device=device)
 
     def memory(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
         """See `Exchange`."""
@@ -55,10 +61,11 @@ class SharedMemory(Waits):
         for size, dtype in wanted:
             places.append(end)
             end += -(-size * dtype.itemsize // ALIGNED) * ALIGNED
-        return self._parts(SymmetricBuffer(max(end, ALIGNED), self._axis, self._device), wanted, places)
+        return self._parts(max(end, ALIGNED), wanted, places)
 
-    def _parts(self, buffer: SymmetricBuffer, wanted: Sequence[tuple[int, torch.dtype]], places: Sequence[int]) -> list[torch.Tensor]:
-        self._buffers.append(buffer)
+    def _parts(self, size: int, wanted: Sequence[tuple[int, torch.dtype]], places: Sequence[int]) -> list[torch.Tensor]:
+        buffer = SymmetricBuffer(size, self._axis, self._device)
+        self._flags.shared.append(buffer)
         parts = [buffer.part(self._axis.rank, (size,), dtype, place) for (size, dtype), place in zip(wanted, places, strict=True)]
         self._places |= {part.data_ptr(): (buffer, place) for part, place in zip(parts, places, strict=True)}
         return parts
@@ -69,7 +76,7 @@ class SharedMemory(Waits):
         return buffer.addresses + place
 
     def reserve(self, buckets: Sequence[Bucket]) -> None:
-        """See `Exchange`."""
+        """See `Exchange`. There is room for the largest one, or for two of the usual size."""
         if not buckets:
             return
         sizes = [-(-bucket.size * bucket.grad_dtype.itemsize // ALIGNED) * ALIGNED for bucket in buckets]
@@ -79,9 +86,7 @@ class SharedMemory(Waits):
             begin = end if end + size <= room else 0
             places.append(begin)
             end = begin + size
-        parts = self._parts(
-            SymmetricBuffer(room, self._axis, self._device), [(bucket.size, bucket.grad_dtype) for bucket in buckets], places
-        )
+        parts = self._parts(room, [(bucket.size, bucket.grad_dtype) for bucket in buckets], places)
         self._lent = dict(zip(buckets, parts, strict=True))
 
     def lend(self, bucket: Bucket) -> torch.Tensor:
@@ -104,11 +109,12 @@ class SharedMemory(Waits):
     def _until_read(self, bucket: Bucket) -> None:
         """What is enqueued from now on finds that nobody needs any more what has been where this bucket is going to be."""
         for other in (bucket, *self._in_the_way(bucket)):
-            call = self._calls[self._number[other]]
-            if call:
+            number = self._number[other]
+            if self._awaited[number] < self._calls[number]:
+                self._awaited[number] = self._calls[number]
                 if other in self._events:
                     torch.cuda.current_stream().wait_event(self._events[other])
-                self._wait(len(self._number) + self._number[other], call)
+                self._flags.wait(len(self._number) + number, self._calls[number])
 
     def _move_in(self, bucket: Bucket) -> None:
         """Put gradients that were lent other memory where the ranks look for them."""
@@ -124,32 +130,72 @@ class SharedMemory(Waits):
 
     def reduce(self, bucket: Bucket, out: torch.Tensor, *, add: bool = False, beside: bool = False, last: bool = False) -> None:
         """See `Exchange`."""
-        number = self._number[bucket]
+        number, wire = self._number[bucket], wire_of(bucket, self._wire)
         self._move_in(bucket)
         self._calls[number] += 1
-        call, wire, rank = self._calls[number], wire_of(bucket, self._wire), self._axis.rank
         with self._aside(self._stream):
-            addresses = self.addresses(bucket.grads)
             if not beside:  # then the links are what takes time; beside a pass it is memory
                 round_in_place(bucket.grads, wire)
-            self._tell(number, call)
-            self._wait(number, call)
-            reduce_shard(
-                addresses,
-                out,
-                self._squares[number],
-                shard=rank,
-                rank=rank,
-                wire=wire,
-                rounded=not beside,
-                programs=self._beside if beside and not last else self._alone,
-                add=add,
-                copies=addresses if self._everywhere else None,
-            )
+            self._flags.tell(number, self._calls[number])
+            self._flags.wait(number, self._calls[number])
+            if beside and not last:
+                self._fetch_and_sum(bucket, out, wire, add)
+            else:
+                squares = self._squares[self._rows[number].start : self._rows[number].stop].view(-1)
+                begin = self._axis.rank * bucket.shard_size
+                self._sum(bucket, self.addresses(bucket.grads), out, squares, begin, wire=wire, rounded=not beside, add=add)
             if bucket in self._lent:
-                self._tell(len(self._number) + number, call)
+                self._flags.tell(len(self._number) + number, self._calls[number])
                 if self._stream is not None:
                     self._events[bucket] = self._stream.record_event()
+
+    def _fetch_and_sum(self, bucket: Bucket, out: torch.Tensor, wire: torch.dtype, add: bool) -> None:
+        """By copy engines, and a kernel for each piece of the shard."""
+        rank, ranks = self._axis.rank, self._axis.size
+        buffer, place = self._places[bucket.grads.data_ptr()]
+        fetched = self._fetched.view(bucket.grad_dtype)
+        for piece, row in enumerate(self._rows[self._number[bucket]]):
+            part = out[piece * PIECE : (piece + 1) * PIECE]
+            begin = rank * bucket.shard_size + piece * PIECE
+            for other in (*range(rank + 1, ranks), *range(rank)):
+                there = buffer.part(other, tuple(part.shape), part.dtype, place + begin * part.element_size())
+                fetched[other, : part.numel()].copy_(there, non_blocking=True)
+            self._sum(bucket, self._beginnings(bucket, begin), part, self._squares[row], begin, wire=wire, rounded=False, add=add)
+
+    def _beginnings(self, bucket: Bucket, begin: int) -> torch.Tensor:
+        """Where a bucket would begin whose numbers from `begin` on are what was fetched of each other rank; of this one where it does."""
+        key = bucket, begin
+        if key not in self._tables:
+            back = begin * bucket.grad_dtype.itemsize
+            table = [row.data_ptr() - back for row in self._fetched]
+            table[self._axis.rank] = bucket.grads.data_ptr()
+            self._tables[key] = torch.tensor(table, dtype=torch.int64, device=self._device)
+        return self._tables[key]
+
+    def _sum(
+        self,
+        bucket: Bucket,
+        contributions: torch.Tensor,
+        out: torch.Tensor,
+        squares: torch.Tensor,
+        begin: int,
+        *,
+        wire: torch.dtype,
+        rounded: bool,
+        add: bool,
+    ) -> None:
+        reduce_shard(
+            contributions,
+            out,
+            squares,
+            first=begin // TILE,
+            rank=self._axis.rank,
+            wire=wire,
+            rounded=rounded,
+            programs=self._programs,
+            add=add,
+            copies=self.addresses(bucket.grads) if self._everywhere else None,
+        )
 
     def finish(self) -> None:
         """See `Exchange`."""
@@ -158,18 +204,20 @@ class SharedMemory(Waits):
 
     def squares(self, buckets: Sequence[Bucket]) -> torch.Tensor | None:
         """See `Exchange`."""
-        numbers = [self._number[bucket] for bucket in buckets]
-        return self._squares if numbers == [*range(len(self._squares))] else self._squares[numbers]
+        rows = [row for bucket in buckets for row in self._rows[self._number[bucket]]]
+        return self._squares if len(rows) == len(self._squares) else self._squares[rows]
 
     def meet(self) -> None:
         """See `Exchange`."""
-        meet(self._tables[-1], self.counters, self._axis.rank, self._length, self._seconds)
+        self._meetings += 1
+        self._flags.tell(2 * len(self._number), self._meetings)
+        self._flags.wait(2 * len(self._number), self._meetings)
 
     def gather(self, shard: torch.Tensor, out: torch.Tensor) -> Pending:
         """See `Exchange`."""
         with self._aside(self._copying):
             rank, ranks = self._axis.rank, self._axis.size
-            others = [(rank + following) % ranks for following in range(1, ranks)]
+            others = (*range(rank + 1, ranks), *range(rank))
             if out.data_ptr() in self._places:
                 buffer, place = self._places[out.data_ptr()]
                 for other in others:
@@ -180,20 +228,6 @@ class SharedMemory(Waits):
                     out.chunk(ranks)[other].copy_(buffer.part(other, tuple(shard.shape), shard.dtype, place), non_blocking=True)
             done = None if self._copying is None else self._copying.record_event()
         return Pending(out, lambda: None if done is None else torch.cuda.current_stream().wait_event(done))
-
-    @property
-    def shared_bytes(self) -> int:
-        """How much memory of this rank it shares with others."""
-        return sum(buffer.size for buffer in (self._flags, *self._buffers))
-
-    def _tell(self, index: int, call: int) -> None:
-        tell_ranks(self._tables[index], self._axis.rank, self._length, call)
-
-    def _wait(self, index: int, call: int) -> None:
-        wait_for_ranks(self._tables[index], self.counters, self._axis.rank, self._length, call, self._seconds)
-
-    def _named(self, tile: int) -> str:
-        return "its part"
 
     @contextlib.contextmanager
     def _aside(self, stream: torch.cuda.Stream | None) -> Iterator[None]:

@@ -161,15 +161,16 @@ class Zero:
         """
         return self._gradients.last_pass(parameters)
 
-    def step(self, max_norm: float | None = None) -> tuple[float, bool]:
+    def step(self, max_norm: float | None = None, *, veto: torch.Tensor | None = None) -> tuple[float, bool]:
         """Sum the gradients, clip them to `max_norm`, update the parameters, and forget the gradients. All ranks must call.
 
-        Returns the gradients' norm before clipping, and whether the step was taken: where the norm is not finite no rank takes it.
+        Returns the gradients' norm before clipping, and whether the step was taken: where the norm is not finite no rank takes it. `veto`,
+        float64 [], the same on all ranks, is added to the norm: NaN for a step that must not be taken.
         """
         if max_norm is not None:
             require_number("max_norm", max_norm, default="None, which switches clipping off", above_zero=True)
         self.reduce()
-        total = self.norm()
+        total = self.norm() if veto is None else self.norm() + veto
         factor = torch.ones_like(total) if max_norm is None else clip_factor(total, max_norm)
         told = fetched(total, "gradient norm", self.mesh.all)
         ahead = self._masters.by_kernels  # which decide themselves, while the host waits for the norm

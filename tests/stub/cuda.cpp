@@ -267,6 +267,17 @@ Status stream_write_small(void* stream, std::uint64_t address, std::uint32_t val
   return success;
 }
 
+Status stream_wait_small(void* stream, std::uint64_t address, std::uint32_t value, unsigned flags) {
+  if (flags != 0) die("a wait for another order than that of numbers that count on");
+  if (told_to_fail("cuStreamWaitValue32")) return launch_failed;
+  if (!context) return invalid_context;
+  enqueue(stream, [=] {
+    const auto* const number = reinterpret_cast<const std::atomic<std::uint32_t>*>(address);
+    while (static_cast<std::int32_t>(*number - value) < 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  });
+  return success;
+}
+
 Status memory_copy(std::uint64_t to, std::uint64_t from, std::size_t bytes, void* stream) {
   if (told_to_fail("cuMemcpyAsync")) return launch_failed;
   if (!context) return invalid_context;
@@ -348,6 +359,7 @@ Status cuGetProcAddress(const char* name, void** function, int version, std::uin
       {"cuMemFreeHost", address(host_free)},
       {"cuStreamWriteValue64", address(stream_write)},
       {"cuStreamWriteValue32", address(stream_write_small)},
+      {"cuStreamWaitValue32", address(stream_wait_small)},
       {"cuMemcpyAsync", address(memory_copy)},
       {"cuEventCreate", address(event_create)},
       {"cuEventDestroy", address(event_destroy)},
