@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -134,7 +134,7 @@ class Bucket:
 
 
 def make_buckets(
-    parameters: Iterable[nn.Parameter],
+    parameters: Sequence[nn.Parameter],
     *,
     shards: int,
     elements: int,
@@ -161,6 +161,8 @@ def make_buckets(
         for (decay, _, late, of, _), runs in kinds.items()
         for run in runs
     ]
+    order = {id(parameter): number for number, parameter in enumerate(parameters)}
+    buckets.sort(key=lambda bucket: order[id(bucket.slots[0].parameter)])  # backward passes complete them from the last to the first
     for number, bucket in enumerate(buckets):
         for slot in bucket.slots:
             place(slot.parameter, dataclasses.replace(placement_of(slot.parameter), zero=(number, slot.start)))

@@ -99,7 +99,7 @@ class Zero:
         modules = (find_units(module) if units is None else list(units)) if sharded else []
         unit_of = _units_of(module, modules)
         self.buckets = make_buckets(
-            self._trained.values(),
+            list(self._trained.values()),
             shards=mesh.dp.size,
             elements=bucket_elements,
             decays=decays,
