@@ -111,7 +111,7 @@ class Model:
                 first=self.axis.rank * self.shard // TILE,
                 rank=self.axis.rank,
                 wire=torch.bfloat16,
-                rounded=False,
+                accumulated=torch.bfloat16,
             )
         norm = gather_rows(self._told.sum(), self.axis).sum().sqrt()
         factor = torch.where(norm.isfinite(), (1.0 / (norm + 1e-6)).clamp(max=1.0), torch.nan)

@@ -123,21 +123,22 @@ def reduce_shard(
     rank: int,
     wire: torch.dtype,
     rounded: bool = True,
+    accumulated: torch.dtype | None = None,
     programs: int | None = None,
     add: bool = False,
     copies: torch.Tensor | None = None,
 ) -> None:
     """The sum over ranks of a bucket's tiles from `first` on, into `out` [tiles * TILE], or with `add` added to it; rounded to its dtype.
 
-    `contributions`, int64 [ranks], says where on each rank the bucket begins, as wide as `out`: `rounded` to `wire` already, or to be
-    rounded on the way. The sums of the squares of the result go to `squares`, float64, one for each of so many `programs` (by default as
-    many as it has room for), and zeros to the rest. With `copies`, int64 [ranks], the shard of the buckets that begin there becomes the sum
-    on all ranks; `out` is this rank's.
+    `contributions`, int64 [ranks], says where on each rank the bucket begins, `accumulated` in that dtype (by default in that of `out`):
+    `rounded` to `wire` already, or to be rounded on the way. The sums of the squares of the result go to `squares`, float64, one for each
+    of so many `programs` (by default as many as it has room for), and zeros to the rest. With `copies`, int64 [ranks], the shard of the
+    buckets that begin there becomes the sum on all ranks; `out` is this rank's.
     """
     assert out.numel() % TILE == 0 and out.is_contiguous(), f"{tuple(out.shape)}, {out.stride()}"
     programs = squares.numel() if programs is None else programs
     assert 0 < programs <= squares.numel(), f"{programs} programs, {squares.numel()} places for their squares"
-    tiles = out.numel() // TILE
+    tiles, accumulated = out.numel() // TILE, out.dtype if accumulated is None else accumulated
     reduce_shard_kernel[(programs,)](
         contributions,
         out,
@@ -146,12 +147,12 @@ def reduce_shard(
         first,
         tiles,
         ADD=add,
-        DTYPE=triton_dtype(wire if rounded else out.dtype),
+        DTYPE=triton_dtype(wire if rounded else accumulated),
         WIRE=triton_dtype(wire),
         RANK=rank,
         RANKS=contributions.numel(),
         TILE=TILE,
-        WIDTH=width(out.dtype, wire) if rounded else 1,
+        WIDTH=width(accumulated, wire) if rounded else 1,
         SQUARES=squares.numel(),
         **(AHEAD if programs <= FEW else AT_ONCE),
     )

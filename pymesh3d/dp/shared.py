@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -18,7 +19,7 @@ from pymesh3d.dp.exchange import wire_of
 from pymesh3d.triton_kernels.zero_reduce import TILE, reduce_shard, round_in_place
 
 PROGRAMS = {"cuda": 528, "cpu": 2}  # that sum a shard: 4 run on a multiprocessor at once
-PIECE = 8 * 2**20  # numbers of a shard that are fetched at once beside a backward pass: 32 MiB, 0.1 ms of a link
+FETCHED = 32 * 2**20  # numbers of a bucket, of which each rank fetches its shard at once
 ALIGNED = 512  # bytes
 
 
@@ -26,7 +27,7 @@ class SharedMemory:
     """The same as `Collectives`, the same bits too, but that nothing is copied to be sent: each rank reads its shard of a bucket out of the
     memory of all others, once these have told that it is there.
 
-    Beside a backward pass copy engines fetch it, and a kernel sums it up in a moment: one that waits or reads over a link would keep a
+    Beside a backward pass copy engines fetch it, and a kernel sums it up in between: one that waits, or reads over a link, would keep a
     multiprocessor from products that want them all. (1B model on 2 x H200: 16 programs that did slowed a step by 8.5 of 441 ms.)
 
     Whoever changes memory that was read must know that all have done so: from an exchange that all took part in after their reads, as of
@@ -42,7 +43,8 @@ class SharedMemory:
         self._calls = [0] * len(buckets)
         self._awaited = [0] * len(buckets)  # of these calls: until which one others have read
         self._meetings = 0
-        pieces = [-(-bucket.shard_size // PIECE) for bucket in buckets]
+        self._piece = FETCHED // axis.size // TILE * TILE
+        pieces = [-(-bucket.shard_size // self._piece) for bucket in buckets]
         self._squares = torch.zeros(sum(pieces), self._programs, dtype=torch.float64, device=device)
         ends = list(itertools.accumulate(pieces))
         self._rows = [range(end - count, end) for end, count in zip(ends, pieces, strict=True)]  # of these, by bucket
@@ -52,8 +54,9 @@ class SharedMemory:
         self._tables: dict[tuple[Bucket, int], torch.Tensor] = {}
         on_gpu = device.type == "cuda"
         self._stream, self._copying = (torch.cuda.Stream(device) if on_gpu else None for _ in range(2))
-        longest = max(min(bucket.shard_size, PIECE) * bucket.grad_dtype.itemsize for bucket in buckets)
+        longest = max(min(bucket.shard_size, self._piece) * bucket.grad_dtype.itemsize for bucket in buckets)
         self._fetched = torch.empty(axis.size, longest, dtype=torch.uint8, device=device)
+        self._unsummed: Callable[[], None] | None = None  # what sums up what is there, or under way
 
     def memory(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
         """See `Exchange`."""
@@ -108,6 +111,7 @@ class SharedMemory:
 
     def _until_read(self, bucket: Bucket) -> None:
         """What is enqueued from now on finds that nobody needs any more what has been where this bucket is going to be."""
+        self._sum_fetched()
         for other in (bucket, *self._in_the_way(bucket)):
             number = self._number[other]
             if self._awaited[number] < self._calls[number]:
@@ -131,6 +135,7 @@ class SharedMemory:
     def reduce(self, bucket: Bucket, out: torch.Tensor, *, add: bool = False, beside: bool = False, last: bool = False) -> None:
         """See `Exchange`."""
         number, wire = self._number[bucket], wire_of(bucket, self._wire)
+        self._sum_fetched()
         self._move_in(bucket)
         self._calls[number] += 1
         with self._aside(self._stream):
@@ -139,28 +144,39 @@ class SharedMemory:
             self._flags.tell(number, self._calls[number])
             self._flags.wait(number, self._calls[number])
             if beside and not last:
-                self._fetch_and_sum(bucket, out, wire, add)
+                self._fetch(bucket, out, wire, add)
             else:
                 squares = self._squares[self._rows[number].start : self._rows[number].stop].view(-1)
                 begin = self._axis.rank * bucket.shard_size
-                self._sum(bucket, self.addresses(bucket.grads), out, squares, begin, wire=wire, rounded=not beside, add=add)
+                self._summing(bucket, self.addresses(bucket.grads), out, squares, begin, wire=wire, rounded=not beside, add=add)()
             if bucket in self._lent:
                 self._flags.tell(len(self._number) + number, self._calls[number])
                 if self._stream is not None:
                     self._events[bucket] = self._stream.record_event()
 
-    def _fetch_and_sum(self, bucket: Bucket, out: torch.Tensor, wire: torch.dtype, add: bool) -> None:
-        """By copy engines, and a kernel for each piece of the shard."""
+    def _fetch(self, bucket: Bucket, out: torch.Tensor, wire: torch.dtype, add: bool) -> None:
+        """By copy engines, in pieces if it has many. What comes last is summed up later, by the stream that computes: beside a product the
+        kernel would take three times as long, and the product would wait."""
         rank, ranks = self._axis.rank, self._axis.size
         buffer, place = self._places[bucket.grads.data_ptr()]
         fetched = self._fetched.view(bucket.grad_dtype)
         for piece, row in enumerate(self._rows[self._number[bucket]]):
-            part = out[piece * PIECE : (piece + 1) * PIECE]
-            begin = rank * bucket.shard_size + piece * PIECE
+            if self._unsummed is not None:
+                self._unsummed()
+            part = out[piece * self._piece : (piece + 1) * self._piece]
+            begin = rank * bucket.shard_size + piece * self._piece
             for other in (*range(rank + 1, ranks), *range(rank)):
                 there = buffer.part(other, tuple(part.shape), part.dtype, place + begin * part.element_size())
                 fetched[other, : part.numel()].copy_(there, non_blocking=True)
-            self._sum(bucket, self._beginnings(bucket, begin), part, self._squares[row], begin, wire=wire, rounded=False, add=add)
+            contributions = self._beginnings(bucket, begin)
+            self._unsummed = self._summing(bucket, contributions, part, self._squares[row], begin, wire=wire, rounded=False, add=add)
+
+    def _sum_fetched(self) -> None:
+        if self._unsummed is not None:
+            if self._stream is not None:
+                torch.cuda.current_stream().wait_stream(self._stream)
+            self._unsummed()
+            self._unsummed = None
 
     def _beginnings(self, bucket: Bucket, begin: int) -> torch.Tensor:
         """Where a bucket would begin whose numbers from `begin` on are what was fetched of each other rank; of this one where it does."""
@@ -172,7 +188,7 @@ class SharedMemory:
             self._tables[key] = torch.tensor(table, dtype=torch.int64, device=self._device)
         return self._tables[key]
 
-    def _sum(
+    def _summing(
         self,
         bucket: Bucket,
         contributions: torch.Tensor,
@@ -183,8 +199,10 @@ class SharedMemory:
         wire: torch.dtype,
         rounded: bool,
         add: bool,
-    ) -> None:
-        reduce_shard(
+    ) -> Callable[[], None]:
+        """What starts the kernel, also when the bucket has given its memory back."""
+        return functools.partial(
+            reduce_shard,
             contributions,
             out,
             squares,
@@ -199,6 +217,7 @@ class SharedMemory:
 
     def finish(self) -> None:
         """See `Exchange`."""
+        self._sum_fetched()
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
