@@ -233,7 +233,8 @@ class TrainConfig:
     attention and feed-forward add, that is zeroed at random. `lr`, `weight_decay` (of matrices only), `betas`, `eps`: AdamW's. `max_norm`:
     what the gradient norm is clipped to (None: never). `dtype`, one of `DTYPES`: of parameters and activations; master weights are float32
     at least. `accumulate_dtype`: of the gradients that microbatches add up (None: as master weights).
-    `reduce_dtype`: what gradients are rounded to when dp ranks exchange them (None: `dtype`). `seed`: of initial weights, order
+    `param_remainders`: keep of the masters of bfloat16 parameters only the 16 bits that these lack. `reduce_dtype`: what gradients are
+    rounded to when dp ranks exchange them (None: `dtype`). `seed`: of initial weights, order
     of the data, and dropout. `vocab_multiple`: the vocabulary is padded to a multiple of tp times this.
     """
 
@@ -256,6 +257,7 @@ class TrainConfig:
     max_norm: float | None = 1.0
     dtype: str = "float32"
     accumulate_dtype: str | None = None
+    param_remainders: bool = False
     reduce_dtype: str | None = None
     seed: int = 0
     vocab_multiple: int = 128
@@ -272,7 +274,7 @@ class TrainConfig:
             raise ConfigError(f"dtype={self.dtype!r}", rule, "Use dtype='bfloat16': same size, no scaling")
         self._one_of("dtype", DTYPES)
         self._check_gradient_dtypes()
-        for name in ("sequence_parallel", "compile"):
+        for name in ("sequence_parallel", "compile", "param_remainders"):
             require_flag(name, getattr(self, name))
         if self.zero_once_a_step is not None:
             require_flag("zero_once_a_step", self.zero_once_a_step)
@@ -310,6 +312,10 @@ class TrainConfig:
                     f"{name} cannot be wider than {limit_name}",
                     f"Use {name}={limit!r}",
                 )
+
+        if self.param_remainders and self.dtype != "bfloat16":
+            rule = "only bfloat16 parameters lack the 16 bits that are kept for them"
+            raise ConfigError(f"param_remainders=True, dtype={self.dtype!r}", rule, "Use dtype='bfloat16', or param_remainders=False")
 
     def _check_passes(self) -> None:
         """Refuse to sum gradients with every microbatch where a backward pass does not go through the whole rank."""

@@ -11,7 +11,7 @@ from torch import nn
 from pymesh3d.dp.buckets import Bucket
 from pymesh3d.dp.rules import Steps, is_known
 from pymesh3d.errors import ConfigError
-from pymesh3d.triton_kernels.zero_step import update
+from pymesh3d.triton_kernels.zero_step import joined_ref, remainder_ref, update, update_ref
 
 Optimizer = Callable[[Iterable[dict[str, Any]]], torch.optim.Optimizer]
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")  # they look at whole matrices, or at all parameters at once
@@ -35,14 +35,23 @@ class Part(NamedTuple):
 class Masters:
     """`values`, the master weights, one tensor for each part of a bucket that this rank updates, and torch's `optimizer` over them, whose
     groups are alike in weight decay. With `kernels` these take the steps of the optimizers that they know.
+
+    With `remainders` `values` are the parameters themselves, bfloat16, and what is kept besides is the 16 bits that these lack of float32.
     """
 
-    def __init__(self, parts: Sequence[Part], optimizer: Optimizer, weight_decay: float, *, kernels: bool) -> None:
+    def __init__(
+        self, parts: Sequence[Part], optimizer: Optimizer, weight_decay: float, *, kernels: bool, remainders: bool = False
+    ) -> None:
         """Raises ConfigError."""
         if not callable(optimizer):
             raise _no_optimizer(f"optimizer={optimizer!r}")
         self._parts, self._kernels = parts, kernels
-        self.values = [nn.Parameter(part.weights.to(part.bucket.master_dtype), requires_grad=True) for part in parts]
+        if remainders and (others := {part.weights.dtype for part in parts} - {torch.bfloat16}):
+            rule = "only bfloat16 parameters lack the 16 bits that are kept for them"
+            raise ConfigError(f"param_remainders=True, parameters of {', '.join(map(str, others))}", rule, "Use param_remainders=False")
+        self._remainders = [torch.zeros_like(part.weights, dtype=torch.int16) for part in parts] if remainders else []
+        dtypes = [part.weights.dtype if remainders else part.bucket.master_dtype for part in parts]
+        self.values = [nn.Parameter(part.weights.to(dtype), requires_grad=True) for part, dtype in zip(parts, dtypes, strict=True)]
         groups: dict[bool, list[nn.Parameter]] = {}
         for value, part in zip(self.values, parts, strict=True):
             groups.setdefault(part.bucket.decay, []).append(value)
@@ -56,18 +65,27 @@ class Masters:
             raise _no_optimizer(f"optimizer={optimizer!r} made a {type(self.optimizer).__name__}")
         self.optimizer.register_step_pre_hook(self._require_updating)
         self._steps = Steps(self.optimizer)
+        if remainders and not is_known(self.optimizer, 1, torch.bfloat16):
+            rule = "only steps of torch's own AdamW, Adam and SGD, without amsgrad and such, are taken on remainders"
+            raise ConfigError(f"param_remainders=True with a {type(self.optimizer).__name__}", rule, "Use param_remainders=False")
+
+    @property
+    def by_rules(self) -> bool:
+        """Whether `update` is ours, and not torch's: then a `scale` of NaN changes nothing, and `confirm` must say whether it was one."""
+        return bool(self._remainders) or self.by_kernels
 
     @property
     def by_kernels(self) -> bool:
-        """Whether `update` is theirs: then a `scale` of NaN changes nothing, and `confirm` must say whether it was one."""
-        return self._kernels and is_known(self.optimizer, hooks=1)
+        """Whether kernels update, which give other ranks the new parameters too where a part says so."""
+        return self._kernels and is_known(self.optimizer, 1, torch.bfloat16 if self._remainders else torch.float32)
 
     @torch.no_grad()
     def update(self, grads: Sequence[torch.Tensor], scale: torch.Tensor | None) -> None:
         """One step on gradients, which are multiplied by `scale`, float64 []: new masters, and what is updated here of the parameters."""
         self.take_over_written()
-        if self.by_kernels:
-            self._update_by_kernels(grads, scale)
+        if self.by_rules:
+            one = torch.ones((), dtype=torch.float64, device=self.values[0].device)
+            (self._update_by_kernels if self.by_kernels else self._update_remainders)(grads, one if scale is None else scale)
             return
         if scale is not None and grads:
             torch._foreach_mul_(list(grads), scale.to(max((grad.dtype for grad in grads), key=lambda dtype: dtype.itemsize)))
@@ -80,14 +98,14 @@ class Masters:
                 value.grad = None
         self.publish()
 
-    def _update_by_kernels(self, grads: Sequence[torch.Tensor], scale: torch.Tensor | None) -> None:
-        scale = torch.ones((), dtype=torch.float64, device=self.values[0].device) if scale is None else scale
+    def _update_by_kernels(self, grads: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
         following = self._steps.next()
-        for part, value, grad in zip(self._parts, self.values, grads, strict=True):
+        masters = self._remainders or [value.detach() for value in self.values]
+        for part, value, master, grad in zip(self._parts, self.values, masters, grads, strict=True):
             rule, remembered = following[value]
             update(
                 rule,
-                value.detach(),
+                master,
                 remembered,
                 part.addresses,
                 part.weights.dtype,
@@ -98,23 +116,34 @@ class Masters:
                 grads=grad,
             )
 
+    def _update_remainders(self, grads: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
+        following = self._steps.next()
+        for part, value, remainder, grad in zip(self._parts, self.values, self._remainders, grads, strict=True):
+            rule, remembered = following[value]
+            master = joined_ref(part.weights, remainder)
+            update_ref(rule, master, remembered, grad.float(), scale)
+            part.weights.copy_(master)
+            remainder.copy_(remainder_ref(master))
+
     def confirm(self, taken: bool) -> None:
-        """Whether the kernels' step was taken."""
+        """Whether the step of `by_rules` was taken."""
         self._steps.confirm(taken)
 
     @torch.no_grad()
     def publish(self) -> None:
         """Give the model's numbers the masters' values."""
         for part, value in zip(self._parts, self.values, strict=True):
-            part.weights.copy_(value)  # rounds to bf16; for float32 both are the same memory
+            part.weights.copy_(value)  # rounds to bf16; for float32 and with remainders both are the same memory
 
     @torch.no_grad()
     def take_over_written(self) -> None:
         """Give the masters what was written into parameters since the last step; all others keep digits that bf16 has not."""
-        for part, value in zip(self._parts, self.values, strict=True):
+        for number, (part, value) in enumerate(zip(self._parts, self.values, strict=True)):
             for slot in part.bucket.written():
                 start, stop = max(slot.start - part.start, 0), min(slot.stop - part.start, value.numel())
-                if start < stop:
+                if start < stop and self._remainders:
+                    self._remainders[number][start:stop] = 0
+                elif start < stop:
                     value[start:stop].copy_(part.weights[start:stop])
 
     def _require_updating(self, *_: object) -> None:
@@ -122,10 +151,12 @@ class Masters:
             raise ConfigError("optimizer.step()", "gradients must be summed over ranks before", "Use the step() of Zero, or of the engine")
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Masters and optimizer state, by kind and bucket number: those in use, not copies. What is not made yet is absent."""
+        """Masters, whole whatever is kept of them, and optimizer state, by kind and bucket number: those in use, not copies, where that can
+        be. What is not made yet is absent."""
         tensors: dict[str, torch.Tensor] = {}
         for number, value in enumerate(self.values):
-            tensors[f"master.{number}"] = value.detach()
+            master = joined_ref(value.detach(), self._remainders[number]) if self._remainders else value.detach()
+            tensors[f"master.{number}"] = master
             for key, kept in self.optimizer.state[value].items():
                 if isinstance(kept, torch.Tensor):
                     tensors[f"{key}.{number}"] = kept
@@ -142,6 +173,8 @@ class Masters:
             value = self.values[int(number)]
             if key == "master":
                 value.copy_(given)
+                if self._remainders:
+                    self._remainders[int(number)].copy_(remainder_ref(given.to(value.device, torch.float32)))
             else:
                 on_device = given.ndim > 0 or self.optimizer.defaults.get("fused")  # torch keeps step counts on the CPU otherwise
                 self.optimizer.state[value][key] = given.to(value.device if on_device else "cpu", copy=True)

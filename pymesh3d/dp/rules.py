@@ -13,14 +13,14 @@ KNOWN = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 OTHERWISE = ("amsgrad", "maximize", "differentiable", "capturable")  # options that the kernels do not know
 
 
-def is_known(optimizer: torch.optim.Optimizer, hooks: int) -> bool:
-    """Whether the kernels can take its step: it is torch's own, with none but `hooks` hooks before it, and its masters are float32."""
+def is_known(optimizer: torch.optim.Optimizer, hooks: int, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether the kernels can take its step: it is torch's own, with none but `hooks` hooks before it, on parameters of `dtype`."""
     return (
         type(optimizer) in KNOWN
         and len(optimizer._optimizer_step_pre_hooks) == hooks
         and not optimizer._optimizer_step_post_hooks
         and not any(group.get(option) for group in optimizer.param_groups for option in OTHERWISE)
-        and all(value.dtype == torch.float32 for group in optimizer.param_groups for value in group["params"])
+        and all(value.dtype == dtype for group in optimizer.param_groups for value in group["params"])
     )
 
 
@@ -45,7 +45,7 @@ class Steps:
         state, momentum = self._optimizer.state[value], group["momentum"]
         first = state.get("momentum_buffer") is None
         if first and momentum:
-            state["momentum_buffer"] = torch.zeros_like(value)
+            state["momentum_buffer"] = torch.zeros_like(value, dtype=torch.float32)
             self._made.append(state)
         rule = SGD(float(group["lr"]), momentum, group["dampening"], group["weight_decay"], group["nesterov"], first)
         return rule, (state["momentum_buffer"],) if momentum else ()
@@ -54,7 +54,7 @@ class Steps:
         state = self._optimizer.state[value]
         if "step" not in state:  # as torch makes it: on the CPU unless torch would use a kernel of its own
             state["step"] = torch.zeros((), device=value.device if group.get("fused") else "cpu")
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(value), torch.zeros_like(value)
+            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(value, dtype=torch.float32) for _ in range(2))
             self._made.append(state)
         count = state["step"]
         known = self._counted.get(id(value))

@@ -61,10 +61,11 @@ class Zero:
 
     `optimizer` makes a torch optimizer, one that works element by element, from groups of flat master weights. `weight_decay` takes the
     place of the optimizer's own, for matrices only. Gradients are added up in `accumulate_dtype` (default: float32, float64 for float64).
-    `reduce_dtype` is what a rank's contribution is rounded to, once, before it is sent (default: the parameters' dtype). `kernels`: whether
-    ranks read each other's memory by kernels, which also take the steps of torch's AdamW, Adam and SGD (default: on GPUs whose dp ranks are
-    in one NVLink domain). All values become those of the first dp rank. Raises ConfigError for what it cannot use, DistributedError where
-    ranks have different modules.
+    `reduce_dtype` is what a rank's contribution is rounded to, once, before it is sent (default: the parameters' dtype). With
+    `param_remainders` only what bfloat16 parameters lack of their masters is kept, 2 bytes in place of 4, under torch's AdamW, Adam and
+    SGD. `kernels`: whether ranks read each other's memory by kernels, which also take the steps of these three (default: on GPUs whose
+    dp ranks are in one NVLink domain). All values become those of the first dp rank. Raises ConfigError for what it cannot use,
+    DistributedError where ranks have different modules.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Zero:
         bucket_elements: int = BUCKET_ELEMENTS,
         units: Iterable[nn.Module] | None = None,
         once_a_step: bool = False,
+        param_remainders: bool = False,
         kernels: bool | None = None,
     ) -> None:
         if stage not in STAGES or isinstance(stage, bool):
@@ -111,7 +113,8 @@ class Zero:
         self._exchange = _exchange(self.buckets, mesh, wire=reduce_dtype, everywhere=stage == 0, kernels=kernels)
         self._place_weights(modules, once_a_step)
         self._gradients = Gradients(self.buckets, mesh, self._exchange, everywhere=stage == 0, each=stage >= 2 and not once_a_step)
-        self._masters = Masters([self._part(bucket) for bucket in self.buckets], optimizer, weight_decay, kernels=kernels)
+        parts = [self._part(bucket) for bucket in self.buckets]
+        self._masters = Masters(parts, optimizer, weight_decay, kernels=kernels, remainders=param_remainders)
 
     def _place_weights(self, modules: list[nn.Module], once_a_step: bool) -> None:
         """Move the parameters into flat memory: whole, or in shards those of `modules`."""
@@ -173,7 +176,7 @@ class Zero:
         total = self.norm() if veto is None else self.norm() + veto
         factor = torch.ones_like(total) if max_norm is None else clip_factor(total, max_norm)
         told = fetched(total, "gradient norm", self.mesh.all)
-        ahead = self._masters.by_kernels  # which decide themselves, while the host waits for the norm
+        ahead = self._masters.by_rules  # which look at the norm themselves, while the host waits for it
         if ahead:
             self._update(torch.where(total.isfinite(), factor, torch.nan))
         norm = told().item()
@@ -212,7 +215,7 @@ class Zero:
         self._give_back(pushed=self._masters.by_kernels and isinstance(self._exchange, SharedMemory))
 
     def _end_step(self, taken: bool) -> None:
-        if self._masters.by_kernels:
+        if self._masters.by_rules:
             self._masters.confirm(taken)
         self.steps_taken += taken
         self.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from pymesh3d.mesh import init_mesh
 
 Ranks = Callable[..., list[Any]]
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
+MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def decayed() -> dict[str, torch.Tensor]:
@@ -130,3 +132,72 @@ def test_a_state_of_something_else_is_refused(ranks: Ranks) -> None:
     way = "Load what state() gave on the same rank of the same mesh, with the same ZeRO stage, bucket_elements and frozen parameters"
     given = [*(f"with {names}" for names in FOREIGN), "without steps_taken, without master.0, without master.1"]
     assert ranks(1, foreign_states) == [[*(f"a state {names}: {rule}. {way}" for names in given), "True"]]
+
+
+def remainders(stage: int, kernels: bool, optimizer: Callable[..., torch.optim.Optimizer]) -> tuple[list[bool], list[int]]:
+    """Whether parameters, masters and what is remembered are those of float32 masters after some steps, of which one must not be taken and
+    one comes after a state was loaded; and how many bytes the masters take besides the parameters."""
+    mesh = init_mesh(device="cpu")
+    zeros = []
+    for kept in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(40, 40, dtype=torch.bfloat16) for _ in range(2)])
+        options: dict[str, Any] = {"param_remainders": kept, "kernels": kernels}
+        zeros.append((model, Zero(model, mesh, stage=stage, optimizer=optimizer, weight_decay=0.1, **options)))
+    same = []
+    for step in range(7):
+        for model, zero in zeros:
+            x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + mesh.rank)).bfloat16()
+            model(x).square().mean().backward()
+            if step == 2:
+                model[1].bias.main_grad[0] = math.nan
+            if step == 4:
+                zero.load_state({name: tensor.clone() for name, tensor in zero.state().items()})
+            if step == 5:
+                with zero.whole(), torch.no_grad():
+                    model[0].weight[:, 3] = 1.5
+            norm, taken = zero.step(1.0)
+            assert taken == (step != 2), f"step {step}: norm {norm}"
+        (first, plain), (second, thrifty) = zeros
+        wanted, found = plain.state(), thrifty.state()
+        assert wanted.keys() == found.keys()
+        same.append(all((wanted[name] - tensor).abs().max() <= 1e-6 * wanted[name].abs().max() for name, tensor in found.items()))
+        with plain.whole(), thrifty.whole():
+            unit = 0.0 if kernels else 2.0**-7  # torch rounds its steps otherwise than ours
+            pairs = zip(first.parameters(), second.parameters(), strict=True)
+            same.append(all(((a - b).abs() <= unit * a.abs()).all() for a, b in pairs))
+    plain.load_state(found)
+    same.append(all(torch.equal(plain.state()[name], tensor) for name, tensor in found.items()))
+    mesh.close()
+    return same, [tensor.nbytes for tensor in thrifty._masters._remainders]
+
+
+@pytest.mark.parametrize(
+    ("stage", "kernels", "optimizer"),
+    [(0, False, ADAMW), (1, True, MOMENTUM), (1, False, ADAMW), (3, True, ADAMW), (3, False, MOMENTUM)],
+)
+def test_remainders_are_as_good_as_masters(
+    ranks: Ranks, stage: int, kernels: bool, optimizer: Callable[..., torch.optim.Optimizer]
+) -> None:
+    for same, sizes in ranks(2, remainders, stage, kernels, optimizer):
+        assert all(same), same
+        assert sum(sizes) == 2 * sum(-(-size // 2048) * 2048 for size in ([1600, 1600, 80] if stage == 3 else [3200, 80])) // (
+            2 if stage else 1
+        )
+
+
+def refused_remainders() -> list[str]:
+    mesh = init_mesh(device="cpu")
+    texts = []
+    for dtype, optimizer in ((torch.float32, ADAMW), (torch.bfloat16, functools.partial(torch.optim.AdamW, amsgrad=True))):
+        with pytest.raises(ConfigError) as caught:
+            Zero(nn.Linear(3, 2, dtype=dtype), mesh, stage=1, optimizer=optimizer, weight_decay=0.0, param_remainders=True)
+        texts.append(str(caught.value))
+    mesh.close()
+    return texts
+
+
+def test_remainders_of_what_has_none_are_refused(ranks: Ranks) -> None:
+    ((dtype, optimizer),) = ranks(1, refused_remainders)
+    assert dtype.startswith("param_remainders=True, parameters of torch.float32: only bfloat16 parameters lack")
+    assert optimizer.startswith("param_remainders=True with a AdamW: only steps of torch's own AdamW, Adam and SGD, without amsgrad")
