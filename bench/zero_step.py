@@ -75,7 +75,7 @@ class Model:
 
     def serial(self) -> None:
         """One collective after the other: reduce-scatter, torch's fused AdamW, all-gather."""
-        summed = reduce_scatter(self.grads, self.axis).wait().float()
+        summed = reduce_scatter(self.grads, self.axis).wait().to(torch.float32)
         for parameter, grad in zip(self._parameters, summed.chunk(self.buckets), strict=True):
             parameter.grad = grad
         self._whole.step()
@@ -86,7 +86,7 @@ class Model:
         summed = [reduce_scatter(self.grads[b * self.bucket : (b + 1) * self.bucket], self.axis) for b in range(self.buckets)]
         sent = []
         for b, (pending, parameter, optimizer) in enumerate(zip(summed, self._parameters, self._optimizers, strict=True)):
-            parameter.grad = pending.wait().float()
+            parameter.grad = pending.wait().to(torch.float32)
             optimizer.step()
             new = parameter.detach().to(torch.bfloat16)
             sent.append(all_gather(new, self.axis, out=self.weights[b * self.bucket : (b + 1) * self.bucket]))

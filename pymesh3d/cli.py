@@ -46,6 +46,7 @@ BENCHMARKS = (
     "rotary",
     "swiglu",
     "train",
+    "zero_step",
 )
 PRODUCTS = ("all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter")  # that talk to other ranks
 RANKS_OF_A_CORE = 32  # at most: more than that is a slip of the pen
@@ -54,11 +55,6 @@ NOT_YET = {  # option: what it can be, what it cannot be yet, and what to do ins
         SCHEDULES,
         "gpipe, 1f1b, interleaved and zb-h1 are here; other zero-bubble schedules are not available yet",
         "Use --schedule zb-h1",
-    ),
-    "zero_stage": (
-        (0, 1),
-        "0 and 1 are here; 2 and 3 are not available yet",
-        "Use --zero-stage 1, and a larger --tp or --pp where memory is short",
     ),
     "cp": ((1,), "context parallelism is not available yet", "Use --sequence-parallel with a larger --tp for long sequences"),
     "ep": ((1,), "expert parallelism is not available yet", "Use --tp, --pp and --dp"),
@@ -125,7 +121,8 @@ def parser() -> argparse.ArgumentParser:
         "over ranks, all in one kernel; cross_entropy: the loss, forward and backward; dropout: the kernel that zeroes at random; matmul: "
         "the plain matrix product; model: steps of a 1B model (without GPUs: of a tiny one) on the layouts of the GPUs here, and where "
         "their time goes; p2p: sends and receives between stages; philox: the kernel that makes random numbers; rms_norm, rotary, swiglu: "
-        "what a layer does between its matrix products; train: the loss curves and speed of every layout of the GPUs here",
+        "what a layer does between its matrix products; train: the loss curves and speed of every layout of the GPUs here; zero_step: the "
+        "sum of gradients, AdamW, and the new parameters to all ranks",
     )
     bench.add_argument("--json", type=_name, metavar="FILE", help="write the results as JSON; of several, each as FILE-NAME.json")
     products = bench.add_argument_group("of products that talk to other ranks")
@@ -195,6 +192,17 @@ def _train(one: argparse.ArgumentParser) -> None:
         help="type of parameters and activations: float32 (fp32), bfloat16 (bf16) or float64 (fp64)",
     )
     how.add_argument(
+        "--param-remainders",
+        action="store_true",
+        help="keep of the master weights only the 16 bits that bfloat16 parameters lack",
+    )
+    how.add_argument(
+        "--accumulate-dtype",
+        type=full_dtype,
+        metavar="DTYPE",
+        help="type in which the gradients of microbatches are added up (default: float32; float64 with --dtype float64)",
+    )
+    how.add_argument(
         "--reduce-dtype",
         type=full_dtype,
         metavar="DTYPE",
@@ -210,7 +218,14 @@ def _train(one: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         default=defaults.zero_stage,
-        help="0: each dp rank holds all of the optimizer's state; 1: each holds a share",
+        help="0: each dp rank holds all of the optimizer's state; 1: each holds a share; 2: of the summed gradients too; 3: of the "
+        "parameters of layers too",
+    )
+    how.add_argument(
+        "--zero-once-a-step",
+        action=argparse.BooleanOptionalAction,
+        help="whether --zero-stage 2 and 3 sum gradients and gather parameters once a step, which takes the memory for them meanwhile, "
+        "and not with every microbatch (default: where there is a pipeline)",
     )
     how.add_argument(
         "--sequence-parallel",
@@ -244,8 +259,8 @@ def _train(one: argparse.ArgumentParser) -> None:
         type=_name,
         metavar="DIR",
         help="go on from the newest checkpoint in DIR, the folder given to --save. What must be as it was: --model, --data, --tp, --pp, "
-        "--dp, --virtual-pp, --seq, --global-batch-size, --zero-stage, --sequence-parallel, --dtype, --reduce-dtype, --seed; "
-        "the rest may change",
+        "--dp, --virtual-pp, --seq, --global-batch-size, --zero-stage, --sequence-parallel, --dtype, --accumulate-dtype, "
+        "--reduce-dtype, --seed; the rest may change",
     )
 
 

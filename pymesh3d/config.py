@@ -303,12 +303,12 @@ class TrainConfig:
                 self._one_of(name, DTYPES, default=self.dtype)
         widths = {"bfloat16": 2, "float32": 4, "float64": 8}
         for name, given, limit_name, limit in (
-            ("accumulate_dtype", self.accumulate_dtype, "the master weights", masters),
+            ("accumulate_dtype", self.accumulate_dtype, "master weights", masters),
             ("reduce_dtype", self.reduce_dtype or self.dtype, "accumulate_dtype", self.accumulate_dtype or masters),
         ):
             if given is not None and widths[given] > widths[limit]:
                 raise ConfigError(
-                    f"{name}={given!r}, {limit_name} {limit!r}",
+                    f"{name}={given!r}, {limit_name}={limit!r}",
                     f"{name} cannot be wider than {limit_name}",
                     f"Use {name}={limit!r}",
                 )

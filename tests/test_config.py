@@ -116,12 +116,12 @@ BAD: dict[str, tuple[Callable[[], object], list[str], Callable[[], object]]] = {
     ),
     "wide wire": (
         lambda: TrainConfig(dtype="bfloat16", accumulate_dtype="bfloat16", reduce_dtype="float32"),
-        ["reduce_dtype='float32', accumulate_dtype 'bfloat16'", "cannot be wider", "reduce_dtype='bfloat16'"],
+        ["reduce_dtype='float32', accumulate_dtype='bfloat16'", "cannot be wider", "reduce_dtype='bfloat16'"],
         lambda: TrainConfig(dtype="bfloat16", accumulate_dtype="bfloat16", reduce_dtype="bfloat16"),
     ),
     "wide accumulators": (
         lambda: TrainConfig(dtype="bfloat16", accumulate_dtype="float64"),
-        ["accumulate_dtype='float64', the master weights 'float32'", "cannot be wider", "accumulate_dtype='float32'"],
+        ["accumulate_dtype='float64', master weights='float32'", "cannot be wider", "accumulate_dtype='float32'"],
         lambda: TrainConfig(dtype="float64", accumulate_dtype="float64"),
     ),
     "schedule": (

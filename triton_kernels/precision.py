@@ -27,7 +27,7 @@ def _cast_of_the_interpreter(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped
         bits = x.to(tl.float32).to(tl.int32, bitcast=True)
         bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)
         return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return x.to(DTYPE)
+    return _cast(x, DTYPE)
 
 
 nearest = _cast_of_the_interpreter if interpreted else _cast  # a block rounded to the nearest numbers of another dtype, as torch does

@@ -135,7 +135,7 @@ def compare(row: Row, reference: Reference, dtype: str, device: str) -> Outcome:
         losses, found = [], {}
         for step in range(STEPS):
             batch = tuple(part.chunk(mesh.dp.size)[mesh.dp.rank] for part in sample(row.model, train, step))
-            loss, _ = engine.forward_backward(batch)  # type: ignore[arg-type]
+            loss, _ = engine.forward_backward(batch, last=step > 0)  # type: ignore[arg-type]  # gradients of the first are read first
             if step == 0:
                 found = dict(engine.whole_gradients())
             engine.optimizer_step()
@@ -230,8 +230,8 @@ def run(world: int, *, all_rows: bool, device: str, json_file: str | None) -> in
 def table(outcomes: list[Outcome], dtype: str) -> Table:
     """One line a row; a row that differs names a tensor."""
     legend = (
-        "sched: pipeline schedule; sp: sequence parallel; tied: head and embedding; kv: fewer KV heads than tp ranks; rec.: recompute; "
-        "drop: dropout; d: largest difference; s: seconds"
+        "zero: stage of ZeRO, m: with every microbatch; sched: pipeline schedule; sp: sequence parallel; tied: head and embedding; "
+        "kv: fewer KV heads than tp ranks; rec.: recompute; drop: dropout; d: largest difference; s: seconds"
     )
     shown = Table(title="Each layout against one process", caption=legend, caption_justify="left", box=None, padding=(0, 1, 0, 0))
     for name in ("tp", "pp", "dp", "zero", "sched", "sp", "tied", "kv", "rec.", "drop", "loss", "d loss", "d grads", "d param", "s", ""):
@@ -243,7 +243,7 @@ def table(outcomes: list[Outcome], dtype: str) -> Table:
         reasons += [] if outcome.complete else ["not every tensor is there"]
         reasons += [] if outcome.losses_equal else ["loss differs between ranks"]
         flags = [
-            str(row.zero_stage),
+            f"{row.zero_stage}{'' if row.zero_once_a_step else 'm'}",
             _short(row.schedule, 7),
             *("yes" if flag else "no" for flag in (row.sequence_parallel, row.tied, row.few_kv)),
             _short(row.recompute, 4),

@@ -12,12 +12,13 @@ from pymesh3d.config import SCHEDULES, Layout, ModelConfig, TrainConfig, divisor
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One layout to compare with one process. `few_kv`: fewer KV heads than tp ranks."""
+    """One layout to compare with one process. `few_kv`: fewer KV heads than tp ranks. The stages of ZeRO below 2 act once a step anyway."""
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     zero_stage: int = 1
+    zero_once_a_step: bool = True
     schedule: str = "1f1b"
     sequence_parallel: bool = False
     tied: bool = False
@@ -58,6 +59,7 @@ class Row:
             schedule=self.schedule,
             virtual_pp=self.virtual_pp,
             zero_stage=self.zero_stage,
+            zero_once_a_step=self.zero_once_a_step,
             sequence_parallel=self.sequence_parallel,
             recompute=self.recompute,
             dropout=self.dropout,
@@ -69,7 +71,8 @@ class Row:
 
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "zero_stage": (1, 0),
+    "zero_stage": (1, 0, 2, 3),
+    "zero_once_a_step": (True, False),
     "schedule": tuple(reversed(SCHEDULES)),
     "sequence_parallel": (True, False),
     "tied": (False, True),
@@ -82,7 +85,9 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 def every_row(world: int) -> list[Row]:
     """All combinations that can run on `world` ranks, leaving out choices that change nothing on their layout.
 
-    Selective recompute and dropout, which happen inside a layer, are not combined with each other, ZeRO 0, or few KV heads.
+    Selective recompute and dropout, which happen inside a layer, are combined only with ZeRO 1, or 3 with every microbatch, and not with
+    each other or few KV heads. ZeRO 2 once a step, which computes what 1 does, is combined with schedules only; else ZeRO 2 and 3 have few
+    KV heads and sequence parallelism together or neither.
     """
     rows = []
     for tp, pp in itertools.product(divisors(world), repeat=2):
@@ -90,12 +95,26 @@ def every_row(world: int) -> list[Row]:
             continue
         for choice in itertools.product(*_CHOICES.values()):
             row = Row(tp=tp, pp=pp, dp=world // tp // pp, **dict(zip(_CHOICES, choice, strict=True)))
-            idle = (pp == 1 and row.schedule != "1f1b") or (tp == 1 and (row.sequence_parallel or row.few_kv))
-            inside = [row.recompute == "selective", row.dropout > 0]
-            apart = all(inside) or (any(inside) and (row.few_kv or row.zero_stage == 0))
-            if not idle and not apart:
+            if not _is_idle(row) and not _is_left_out(row):
                 rows.append(row)
     return rows
+
+
+def _is_idle(row: Row) -> bool:
+    """Whether a choice changes nothing on this layout, or cannot be made there."""
+    zero = (row.dp == 1 and row.zero_stage != 1) or (row.zero_stage < 2 and not row.zero_once_a_step)
+    passes = not row.zero_once_a_step and row.schedule in ("interleaved", "zb-h1")
+    return zero or passes or (row.pp == 1 and row.schedule != "1f1b") or (row.tp == 1 and (row.sequence_parallel or row.few_kv))
+
+
+def _is_left_out(row: Row) -> bool:
+    """Whether a combination is not worth its time."""
+    inside = [row.recompute == "selective", row.dropout > 0]
+    if any(inside) and (all(inside) or row.few_kv or (row.zero_stage, row.zero_once_a_step) not in ((1, True), (3, False))):
+        return True
+    if row.zero_stage == 2 and row.zero_once_a_step:
+        return row.sequence_parallel or row.tied or row.few_kv or row.recompute != "none"
+    return row.zero_stage >= 2 and row.few_kv != row.sequence_parallel
 
 
 def _round_up(number: int, step: int) -> int:
@@ -104,10 +123,14 @@ def _round_up(number: int, step: int) -> int:
 
 
 def covering_rows(rows: list[Row]) -> list[Row]:
-    """A subset, chosen greedily, in which every pair of choices that occurs together in `rows` still does."""
+    """A subset, chosen greedily, in which every pair of choices that occurs together in `rows` still does.
+
+    The three sizes are one choice, and so are the stage of ZeRO and when it acts.
+    """
 
     def pairs(row: Row) -> set[tuple[object, ...]]:
-        choices = {"layout": (row.tp, row.pp, row.dp), **{name: getattr(row, name) for name in _CHOICES}}
+        choices = {name: getattr(row, name) for name in _CHOICES}
+        choices |= {"layout": (row.tp, row.pp, row.dp), "zero_stage": (row.zero_stage, row.zero_once_a_step)}
         return set(itertools.combinations(choices.items(), 2))
 
     missing = set().union(*(pairs(row) for row in rows))

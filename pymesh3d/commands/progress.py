@@ -50,13 +50,17 @@ class Progress:
         sizes = f"{model.layers} layers, dim {model.dim}, heads {model.heads}/{model.kv_heads}, ffn {model.ffn}, vocabulary {model.vocab}"
         self.say(f"model of {parameters(model):,} parameters: {sizes}{', tied' if model.tied else ''}")
         batch = f"{train.global_batch} sequences of {train.seq} tokens a step, microbatches of {train.micro_batch}, {train.schedule}"
-        options = f"ZeRO {train.zero_stage}, {train.dtype}" + (", sequence parallel" if train.sequence_parallel else "")
+        zero = f"ZeRO {train.zero_stage}"
+        if train.zero_stage >= 2 and train.zero_once_a_step is not None:
+            zero += " once a step" if train.zero_once_a_step else " with every microbatch"
+        options = f"{zero}, {train.dtype}" + (", sequence parallel" if train.sequence_parallel else "")
         self.say(f"data  {corpus}; {batch}; {options}")
 
     def stages(self, engine: Engine) -> None:
         """Which modules stand on which stage, with the parameters of the stage (unsharded) and of one rank (its tp shard)."""
         mesh, model = engine.mesh, engine.model
-        own = torch.tensor([sum(p.numel() for p in model.parameters())], dtype=torch.float64)
+        sizes = [math.prod(placement_of(p).local_shape()) for p in model.parameters()]  # in stage 3 of ZeRO parameters may be empty
+        own = torch.tensor([sum(sizes)], dtype=torch.float64)
         held = exchange_numbers(own, mesh, "counting parameters")[:, 0].tolist()
         table = Table(title="stages", title_justify="left")
         for name in ("stage", "ranks", "modules", "parameters of a rank"):

@@ -15,6 +15,7 @@ RENAMED = {"global_batch": "global_batch_size", "micro_batch": "micro_batch_size
 MODEL_FIELDS = {field.name for field in dataclasses.fields(ModelConfig)}
 JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
 NONE = {"max_norm": "0"}  # how the command line says None, where there is a way
+SWITCHES = {"zero_once_a_step"}  # options with an opposite, which begins with --no-
 
 # A quoted text, which stays as it is, or a name with the value that may follow it: `name`, `name=value`, `name='a value'`.
 QUOTES = "'\""
@@ -53,5 +54,5 @@ def _spelled(found: re.Match[str], options: Mapping[str, Any]) -> str:
     if value == "True":
         return option_of(name)
     if value in ("False", "None") and name not in NONE:
-        return f"no {option_of(name)}"
+        return option_of(f"no_{name}") if name in SWITCHES and value == "False" else f"no {option_of(name)}"
     return f"{option_of(name)} {NONE[name] if value == 'None' else value[1:-1] if value[0] in QUOTES else value}"

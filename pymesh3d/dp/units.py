@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from pymesh3d.comm.collectives import Pending
 from pymesh3d.dp.buckets import Bucket
 from pymesh3d.dp.exchange import Exchange
+from pymesh3d.placement import place, placement_of
 
 Pass = tuple[str, "Unit"]  # "forward" or "backward" through it
 
@@ -28,6 +29,7 @@ class Unit:
         self._whole: list[torch.Tensor] = []
         self._pending: list[Pending] | None = None
         self.held = False
+        self.readers = 0  # calls of `state_dict` and `load_state_dict` that are under way
         self.missing: set[int] | None = None  # parameters whose gradients the backward pass that is under way has not computed yet
         for bucket, shard in zip(buckets, shards, strict=True):
             flat = torch.empty(bucket.size, dtype=bucket.dtype, device=bucket.device)
@@ -95,18 +97,23 @@ class Units:
         """`state_dict` and `load_state_dict` of a module within the unit, and of all around it, find it whole. All ranks must call."""
 
         def gather(*_: object) -> None:
+            unit.readers += 1  # modules call those within them
             unit.start(self._exchange)
             unit.finish()
 
         def copy(_: nn.Module, state: dict[str, Any], prefix: str, __: object) -> None:
-            for name, value in state.items():
-                if name.startswith(prefix) and isinstance(value, torch.Tensor):
-                    state[name] = value.clone()  # what is returned must not be let go
-            self._let_go_if_unused(unit)
+            unit.readers -= 1
+            if not unit.readers:
+                for name, value in state.items():
+                    if name.startswith(prefix) and (not isinstance(value, nn.Parameter) or id(value) in unit.parameters):
+                        state[name] = _copy(value)  # what is returned must not be let go
+                self._let_go_if_unused(unit)
 
         def take_over(*_: object) -> None:
-            unit.take_over(self._rank)
-            self._let_go_if_unused(unit)
+            unit.readers -= 1
+            if not unit.readers:
+                unit.take_over(self._rank)
+                self._let_go_if_unused(unit)
 
         inner.register_state_dict_pre_hook(gather)
         inner.register_state_dict_post_hook(copy)
@@ -117,6 +124,7 @@ class Units:
     def whole(self) -> Iterator[None]:
         """All parameters are whole within; what is written into them counts. All ranks must enter."""
         for unit in self._units:
+            unit.readers += 1
             unit.start(self._exchange)
             unit.finish()
         try:
@@ -124,13 +132,14 @@ class Units:
         finally:
             for unit in self._units:
                 unit.take_over(self._rank)
+                unit.readers = 0
                 self._let_go_if_unused(unit)
 
     def let_go(self) -> None:
         """Let go of all: their values are about to change."""
         self._latest = None
         for unit in self._units:
-            unit.missing = None
+            unit.missing, unit.readers = None, 0
             if unit.held:
                 unit.let_go()
 
@@ -180,6 +189,17 @@ class Units:
         if unit.missing is not None:
             unit.missing = None
             self._let_go_if_unused(unit)
+
+
+def _copy(value: Any) -> Any:
+    """Of a value in a state dict: with what says where it lives, if it is a parameter itself."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    copy = value.detach().clone()
+    if isinstance(value, nn.Parameter):
+        copy = nn.Parameter(copy, requires_grad=value.requires_grad)
+        place(copy, placement_of(value))
+    return copy
 
 
 def find_units(module: nn.Module) -> list[nn.Module]:

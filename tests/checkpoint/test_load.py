@@ -64,7 +64,7 @@ def resumed(directory: str, sizes: dict[str, int], train: TrainConfig) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("world", "sizes", "zero_stage"),
-    [(1, {"dp": 1}, 1), (2, {"tp": 2}, 1), (2, {"pp": 2}, 1), (2, {"dp": 2}, 0), (2, {"dp": 2}, 1)],
+    [(1, {"dp": 1}, 1), (2, {"tp": 2}, 1), (2, {"pp": 2}, 1), *((2, {"dp": 2}, stage) for stage in (0, 1, 2, 3))],
 )
 def test_a_resumed_run_is_the_same_run(
     ranks: Ranks, tmp_path: Path, world: int, sizes: dict[str, int], zero_stage: int, dtype: str

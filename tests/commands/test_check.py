@@ -17,6 +17,8 @@ import torch
 from pymesh3d import engine
 from pymesh3d.commands import check
 from pymesh3d.commands.layouts import Row
+from pymesh3d.dp.gradients import Gradients
+from pymesh3d.dp.units import Units
 from pymesh3d.dp.zero import Zero
 from pymesh3d.engine import Engine
 from pymesh3d.tp import plan
@@ -26,6 +28,7 @@ Ranks = Callable[..., list[Any]]
 TP = Row(tp=2, sequence_parallel=True, few_kv=True)
 PP = Row(pp=2)
 DP = Row(dp=2)
+SHARDED, STAYING = (Row(dp=2, zero_stage=3, zero_once_a_step=once) for once in (False, True))
 
 
 def compared(row: Row) -> check.Outcome:
@@ -35,11 +38,12 @@ def compared(row: Row) -> check.Outcome:
 
 
 def right() -> list[check.Outcome]:
-    return [compared(row) for row in (TP, PP, DP)]
+    return [compared(row) for row in (TP, PP, DP, SHARDED, STAYING)]
 
 
 def test_what_is_right_passes(ranks: Ranks) -> None:
     for outcomes in ranks(2, right):
+        assert len(outcomes) == 5
         for outcome in outcomes:
             assert outcome.passed("float64") and outcome.complete and outcome.first == ""
             assert 0 < outcome.gradients < 1e-12 and 0 < outcome.parameters < 1e-12  # NaN would be neither
@@ -64,18 +68,23 @@ def without_norm_sums(placement: Any) -> Any:
     return lambda **fields: placement(**{**fields, "partial": False})
 
 
-def not_summed(reduce: Any) -> Any:
-    return lambda self: None
+def left_out(_: Any) -> Any:
+    return lambda self, *args: None
 
 
 def other_seed(initialize: Any) -> Any:
     return lambda model, seed, rank: initialize(model, seed + 1, rank)
 
 
-def loss_by_rank(agree: Callable[..., tuple[float, int]]) -> Callable[..., tuple[float, int]]:
-    def broken(engine: Engine, loss: torch.Tensor, tokens: int) -> tuple[float, int]:
-        total, counted = agree(engine, loss, tokens)
-        return total * (1 + 1e-13 * engine.mesh.rank), counted
+def loss_by_rank(agree: Any) -> Any:
+    def broken(engine: Engine, *args: Any) -> Callable[[], tuple[float, int]]:
+        told = agree(engine, *args)
+
+        def wait() -> tuple[float, int]:
+            total, counted = told()
+            return total * (1 + 1e-13 * engine.mesh.rank), counted
+
+        return wait
 
     return broken
 
@@ -114,7 +123,9 @@ def no_weight_decay(init: Any) -> Any:
 BROKEN: dict[str, tuple[Row, Any, str, Callable[[Any], Any]]] = {
     "row-parallel output": (TP, RowParallelLinear, "forward", scaled_row),
     "norms under sequence parallelism": (TP, plan, "Placement", without_norm_sums),
-    "gradients over dp": (DP, Zero, "_sum", not_summed),
+    "gradients over dp": (DP, Gradients, "_sum", left_out),
+    "gradients of each microbatch over dp": (SHARDED, Gradients, "_reduce_passing", left_out),
+    "parameters that are gathered once a step": (STAYING, Units, "let_go", left_out),
     "initial values": (PP, engine, "initialize_", other_seed),
     "initial values on one rank": (TP, Engine, "whole_parameters", other_in_the_first),
     "loss": (PP, Engine, "_agree_on_loss", loss_by_rank),
@@ -144,11 +155,11 @@ def test_what_is_broken_is_found(ranks: Ranks, name: str) -> None:
             assert first.first.startswith("gradient of ")
         case "norms under sequence parallelism":
             assert "norm.weight" in first.first and first.gradients > 0.01
-        case "gradients over dp":
+        case "gradients over dp" | "gradients of each microbatch over dp":
             assert first.gradients > 0.1
         case "NaN in one tensor":
             assert first.gradients == math.inf and first.first == "gradient of head.weight"
-        case "weight decay":
+        case "weight decay" | "parameters that are gathered once a step":
             assert first.gradients < 1e-12 < first.parameters and first.first.endswith("weight") and "gradient" not in first.first
         case "loss" | "a tensor left out":
             assert max(first.loss_difference, first.gradients, first.parameters) < 1e-12

@@ -110,9 +110,9 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
 
 
-def shown(sizes: dict[str, int], model: ModelConfig) -> str:
+def shown(sizes: dict[str, int], model: ModelConfig, options: dict[str, Any]) -> str:
     mesh = init_mesh(device="cpu", **sizes)
-    train = TrainConfig(seq=8, global_batch=8, vocab_multiple=1, sequence_parallel=True)
+    train = TrainConfig(seq=8, global_batch=8, vocab_multiple=1, **options)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         progress = Progress(quiet=mesh.rank != 0)
         progress.header(mesh, model, train, "5 M tokens of [a] file")
@@ -122,7 +122,7 @@ def shown(sizes: dict[str, int], model: ModelConfig) -> str:
 
 
 def test_mesh_and_stages(ranks: Ranks) -> None:
-    text, *others = ranks(4, shown, {"pp": 2, "tp": 2}, SMALL)
+    text, *others = ranks(4, shown, {"pp": 2, "tp": 2}, SMALL, {"sequence_parallel": True})
     assert others == ["", "", ""]
     assert "mesh pp 2 x dp 1 x tp 2 = 4 rank(s) on 1 host(s), cpu" in text
     total = sum(p.numel() for p in Llama(SMALL, device="meta").parameters())
@@ -139,8 +139,15 @@ def test_mesh_and_stages(ranks: Ranks) -> None:
 
 
 def test_one_layer_a_stage(ranks: Ranks) -> None:
-    text = ranks(2, shown, {"pp": 2}, dataclasses.replace(SMALL, layers=2))[0]
+    text = ranks(2, shown, {"pp": 2}, dataclasses.replace(SMALL, layers=2), {})[0]
     assert "embed, layer 0 " in text and "layer 1, norm, head" in text and "pad" not in text
+
+
+@pytest.mark.parametrize(("once", "words"), [(None, ""), (True, " once a step"), (False, " with every microbatch")])
+def test_parameters_are_counted_where_a_rank_keeps_a_share(ranks: Ranks, once: bool | None, words: str) -> None:
+    text = ranks(2, shown, {"dp": 2}, SMALL, {"zero_stage": 3, "zero_once_a_step": once})[0]
+    total = sum(p.numel() for p in Llama(SMALL, device="meta").parameters())
+    assert f"; ZeRO 3{words}, float32\n" in text and re.search(rf"embed, layers 0-3, norm, head │ +{total:,} │", text)
 
 
 @pytest.mark.parametrize("losses", [[3.0], [3.0, 2.0], [5.5 - 0.01 * n for n in range(300)], [math.nan, 2.0, math.inf, 1.0]])

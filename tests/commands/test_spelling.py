@@ -25,6 +25,9 @@ HINT = " (names in quotes are fields of the file that --model takes)"
         ("max_norm=-1.0", "max_norm must be above 0", "Use max_norm=None to switch clipping off",
          "--max-norm -1.0: --max-norm must be above 0. Use --max-norm 0 to switch clipping off"),
         ("reduce_dtype='x'", "no", "Use reduce_dtype=None", "--reduce-dtype x: no. Use no --reduce-dtype"),
+        ("zero_stage=2, zero_once_a_step=False", "no", "Use zero_once_a_step=True",
+         "--zero-stage 2, --no-zero-once-a-step: no. Use --zero-once-a-step"),
+        ("zero_once_a_step=None", "no", "No", "no --zero-once-a-step: no. No"),
         ("tied=True, pp=2", "no", "Use tied=False, or pp=1.", f'"tied": true, --pp 2: no. Use "tied": false, or --pp 1.{HINT}'),
         ("heads=4, dim='x'", "dim must be heads", "Try it", '"heads": 4, "dim": "x": dim must be heads. Try it'),
         ("data='my file, a.txt', seq=8", "it is empty (seq=8)", "No", "--data my file, a.txt, --seq 8: it is empty (--seq 8). No"),
@@ -59,7 +62,9 @@ def test_every_field_of_the_command_line_is_found_under_its_option() -> None:
 def test_options_are_the_parsers_own() -> None:
     """Each spelling is one that the parser understands."""
     given = {**fields_of(TrainConfig, TRAIN), **fields_of(Layout, TRAIN), "dp": 4, "reduce_dtype": "float64", "virtual_pp": 2}
-    words = [[option_of(field)] if value is False else [option_of(field), str(value)] for field, value in given.items()]
+    given |= {"accumulate_dtype": "float32", "zero_once_a_step": True}
+    words = [[option_of(field)] if isinstance(value, bool) else [option_of(field), str(value)] for field, value in given.items()]
     args = parser().parse_args(["train", *itertools.chain.from_iterable(words)])
     assert (args.dp, args.reduce_dtype, args.compile, args.micro_batch_size) == (4, "float64", True, TrainConfig().micro_batch)
-    assert args.virtual_pp == 2
+    assert args.virtual_pp == 2 and args.accumulate_dtype == "float32" and args.zero_once_a_step is True
+    assert parser().parse_args(["train", "--no-zero-once-a-step"]).zero_once_a_step is False

@@ -124,12 +124,12 @@ def test_a_skipped_step_does_not_advance_the_learning_rate(ranks: Ranks, text: s
     assert [line["grad_norm"] is None for line in lines(log)] == [False, True, False, False]
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2)])
-def test_a_resumed_run_is_the_same_run(ranks: Ranks, text: str, tmp_path: Path, layout: Layout) -> None:
+@pytest.mark.parametrize(("layout", "stage"), [(Layout(), 1), (Layout(dp=2), 1), (Layout(dp=2), 3)])
+def test_a_resumed_run_is_the_same_run(ranks: Ranks, text: str, tmp_path: Path, layout: Layout, stage: int) -> None:
     """Losses, norms, all that is saved, and the log, over a seam in the middle of the warm-up."""
     whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
-    straight = job(text, layout=layout, save=whole, log_json=f"{whole}.jsonl")
-    begun = job(text, {"steps": 2}, layout=layout, save=parts, log_json=f"{parts}.jsonl")
+    straight = job(text, {"zero_stage": stage}, layout=layout, save=whole, log_json=f"{whole}.jsonl")
+    begun = job(text, {"zero_stage": stage, "steps": 2}, layout=layout, save=parts, log_json=f"{parts}.jsonl")
     gone_on = dataclasses.replace(begun, train=straight.train, resume=parts)
     ranks(layout.world, run, straight, begun, gone_on)
     expected, found = lines(Path(f"{whole}.jsonl")), lines(Path(f"{parts}.jsonl"))
@@ -232,6 +232,12 @@ def test_another_run_is_refused_by_what_differs(ranks: Ranks, text: str, tmp_pat
         ({"seed": 7}, {}, "seed=7", "seed=0"),
         ({"zero_stage": 0, "seed": 8}, {}, "seed=8, zero_stage=0", "seed=0, zero_stage=1"),
         ({"dtype": "bfloat16"}, {}, "dtype='bfloat16'", "dtype='float32'"),
+        (
+            {"reduce_dtype": "bfloat16", "accumulate_dtype": "bfloat16", "zero_once_a_step": True},
+            {},
+            "accumulate_dtype='bfloat16', reduce_dtype='bfloat16'",
+            "accumulate_dtype=None, reduce_dtype=None",
+        ),
         ({}, {"model": dataclasses.replace(MODEL, layers=5)}, "layers=5", "layers=4"),
     ]:
         with pytest.raises(CheckpointError) as caught:
@@ -260,6 +266,7 @@ def test_another_run_is_refused_by_what_differs(ranks: Ranks, text: str, tmp_pat
     said = f"corpus_digest={digest_of(more)!r}: it was written by a run on other data of the same name and size, {digest}. Give the data as"
     assert str(caught.value) == f"resume={str(tmp_path)!r} with {said} they were, or begin anew in another folder"
     free = {"steps": 2, "lr": 0.5, "schedule": "gpipe", "micro_batch": 2, "recompute": "full", "max_norm": None, "weight_decay": 0.0}
+    free |= {"zero_once_a_step": True}
     ranks(1, run, job(text, free, resume=str(tmp_path)))  # what may change does
 
 

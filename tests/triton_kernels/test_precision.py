@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pymesh3d.triton_kernels.backend import jit, tl
-from pymesh3d.triton_kernels.precision import nearest, wide, wide_ref
+from pymesh3d.triton_kernels.precision import nearest, triton_dtype, wide, wide_ref
 from tests.kernels import DEVICE, bits, needs_kernels, noise
 
 DTYPES = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}
@@ -33,6 +33,12 @@ def test_blocks_are_widened_to_float32_at_least(dtype: Any) -> None:
 def test_references_too(dtype: torch.dtype, computed_in: torch.dtype) -> None:
     x = torch.tensor([1.5, -2.0], dtype=dtype)
     assert wide_ref(x).dtype == computed_in and torch.equal(wide_ref(x).to(dtype), x)
+
+
+@needs_kernels
+def test_dtypes_in_triton() -> None:
+    expected = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float64: tl.float64}
+    assert {dtype: triton_dtype(dtype) for dtype in DTYPES} == expected
 
 
 @jit
@@ -88,3 +94,17 @@ def test_any_dtype_is_rounded_to_any_other(source: torch.dtype, dtype: torch.dty
     assert as_torch_rounds(
         torch.cat((torch.tensor(special, dtype=torch.float64), ties, -ties, noise(200, dtype=torch.float64))).to(source), dtype
     )
+
+
+@needs_kernels
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_float64_becomes_16_bits_by_way_of_float32(dtype: torch.dtype) -> None:
+    """What float32 makes a tie of goes to the even neighbour, though it was beyond the middle; and what it makes infinite stays so."""
+    unit = torch.finfo(dtype).eps
+    beyond, before = (torch.tensor([1 + unit / 2 + by, 1 + 1.5 * unit + by], dtype=torch.float64) for by in (2**-40, -(2**-40)))
+    largest = torch.tensor([torch.finfo(dtype).max * (1 + unit / 4) * (1 - 2**-40), 1e300, 2.0**-1000], dtype=torch.float64)
+    values = torch.cat((beyond, before, largest))
+    once = torch.tensor([1 + unit, 1 + 2 * unit, 1.0, 1 + unit], dtype=torch.float64)
+    assert values[:4].to(dtype).double().tolist() == [1.0, 1 + 2 * unit, 1.0, 1 + 2 * unit] != once.tolist()
+    assert as_torch_rounds(torch.cat((values, -values)), dtype)
