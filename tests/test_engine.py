@@ -186,6 +186,16 @@ def test_every_token_weighs_the_same(ranks: Ranks, world: int, losses: list[list
     assert sum(gradient for *_, gradient in found) == pytest.approx(module.weight.grad.item(), rel=1e-14)
 
 
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_gradients_weigh_every_token_the_same(ranks: Ranks, zero_stage: int) -> None:
+    """On dp ranks with 7, 2 and 1, 0 tokens in microbatches, which are added up: the means of each would weigh them differently."""
+    ids, targets = batch_of(4, 8, seed=8)
+    for row, tokens in zip(targets, (7, 2, 1, 0), strict=True):
+        row[tokens:] = IGNORED
+    train = dataclasses.replace(FLOAT64, zero_stage=zero_stage, micro_batch=1)
+    assert_equal_runs(ranks(2, on_mesh, SMALL, train, [(ids, targets)], {"dp": 2}), plain(SMALL, train, [(ids, targets)]))
+
+
 def test_tokens_count_once(ranks: Ranks) -> None:
     """A sample of 5 tokens, on tp 2 and on pp 2: 5 tokens, the loss of one process on every rank."""
     sample = [batch_of(1, 5, seed=7)]
@@ -198,7 +208,7 @@ def snapshot(engine: Engine) -> list[torch.Tensor]:
     state = [engine.optimizer.state[master] for master in engine.zero.masters]
     moments = [value for entry in state for value in entry.values()]
     assert len(moments) == 3 * len(state), "AdamW keeps two moments and a step count"
-    return [t.detach().clone() for t in [*engine.model.parameters(), *engine.zero.masters, *moments]]
+    return [t.detach().clone() for t in [*dict(engine.whole_parameters()).values(), *engine.zero.masters, *moments]]
 
 
 class Lines(logging.Handler):
@@ -239,7 +249,7 @@ def skipped_steps(zero_stage: int, batches: Sequence[Batch]) -> dict[str, Any]:
     return {"results": results, "same": same, "counts": counts, "lines": lines.lines, "parameters": parameters}
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_a_step_that_one_rank_cannot_take_is_taken_by_none(ranks: Ranks, zero_stage: int) -> None:
     reference = plain(SMALL, FLOAT64, BATCHES)
     for rank, found in enumerate(ranks(4, skipped_steps, zero_stage, BATCHES)):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from .backend import jit, tl
-from .precision import nearest, triton_dtype, wide, wide_ref
+from .precision import compute_dtype, nearest, triton_dtype
 
 TILE = 1024  # numbers that are rounded together
 FEW = 64  # programs: so many read too little at once unless each loads ahead
@@ -28,11 +28,11 @@ def aligned(address, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit
-def summed(contributions, at, inside, DTYPE: tl.constexpr, WIRE: tl.constexpr, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sum over ranks, in their order, of what lies at `at` from where the contribution of each begins, in DTYPE, rounded to WIRE."""
-    total = wide(nearest(tl.load(aligned(contributions, DTYPE) + at, mask=inside), WIRE))
+def summed(contributions, at, inside, DTYPE: tl.constexpr, WIRE: tl.constexpr, SUM: tl.constexpr, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sum over ranks, in their order, of what lies at `at` from where the contribution of each begins: in DTYPE, rounded to WIRE."""
+    total = nearest(tl.load(aligned(contributions, DTYPE) + at, mask=inside), WIRE).to(SUM)
     for rank in tl.static_range(1, RANKS):
-        total += wide(nearest(tl.load(aligned(contributions + rank, DTYPE) + at, mask=inside), WIRE))
+        total += nearest(tl.load(aligned(contributions + rank, DTYPE) + at, mask=inside), WIRE).to(SUM)
     return total
 
 
@@ -66,12 +66,13 @@ def reduce_shard_kernel(  # type: ignore[no-untyped-def]
     SQUARES: tl.constexpr,
 ):
     """The programs take turns at TILES tiles."""
+    SUM: tl.constexpr = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32
     col = tl.arange(0, TILE)[None, :]
     square = tl.zeros((TILES, TILE), tl.float64)
     for block in tl.range(tl.program_id(0), tl.cdiv(tiles, TILES), tl.num_programs(0), num_stages=STAGES):
         tile = block * TILES + tl.arange(0, TILES)[:, None]
         inside = tile < tiles
-        value = summed(contributions, (first + tile).to(tl.int64) * (TILE * WIDTH) + col, inside, DTYPE, WIRE, RANKS)
+        value = summed(contributions, (first + tile).to(tl.int64) * (TILE * WIDTH) + col, inside, DTYPE, WIRE, SUM, RANKS)
         number = tile.to(tl.int64) * TILE + col
         if ADD:
             value += tl.load(out + number, mask=inside)
@@ -160,8 +161,8 @@ def reduce_shard(
 
 def reduce_shard_ref(contributions: Sequence[torch.Tensor], out: torch.Tensor, *, add: bool = False) -> torch.Tensor:
     """The sum of squares, float64 [], of what `out` becomes; `contributions` are the ranks' own, of this shard."""
-    total = wide_ref(contributions[0])
+    total = contributions[0].to(compute_dtype(out.dtype))
     for part in contributions[1:]:
-        total = total + wide_ref(part)
+        total = total + part.to(total.dtype)
     out.copy_(total.view_as(out) + out if add else total.view_as(out))
     return out.double().square().sum()

@@ -34,11 +34,6 @@ class InOrder:
         self._missing = [{id(slot.parameter) for slot in bucket.slots} for bucket in self._buckets]
         self._launched = 0
 
-    @property
-    def begun(self) -> bool:
-        """Whether any has been launched."""
-        return self._launched > 0
-
     def launched(self, parameter: nn.Parameter) -> bool:
         """Whether its bucket has been."""
         return self._number[id(parameter)] < self._launched
@@ -82,6 +77,7 @@ class Gradients:
         for bucket, flat in zip(kept, exchange.memory([(bucket.size, bucket.grad_dtype) for bucket in kept]), strict=True):
             bucket.show_grads(flat)
         self._sums = {bucket: torch.zeros(bucket.shard_size, dtype=bucket.grad_dtype, device=mesh.device) for bucket in passing}
+        self._nothing = {bucket: bucket.grads for bucket in passing}  # without memory
         self._begun: set[Bucket] = set()  # of `_sums`: those that have something of this step
         self._kept, self._late = kept, [bucket for bucket in kept if bucket.late]
         self.owned = [bucket.grads if everywhere else self._shard(bucket) for bucket in buckets]
@@ -140,7 +136,7 @@ class Gradients:
     def _arrived(self, parameter: nn.Parameter, bucket: Bucket) -> None:
         """Add what autograd left in `.grad` to the flat buffer; layers that write there themselves leave nothing."""
         grad, parameter.grad = parameter.grad, None
-        if self.reduced or (bucket not in self._sums and not bucket.late and self._last.launched(parameter)):
+        if self.reduced or self._summed_up or (bucket not in self._sums and not bucket.late and self._last.launched(parameter)):
             raise ConfigError(
                 f"a gradient of {placement_of(parameter).name or tuple(parameter.shape)} after the sum over ranks has begun",
                 "between that and the update there can be no further backward pass",
@@ -208,7 +204,7 @@ class Gradients:
             bucket.show_grads(self._exchange.lend(bucket))
         self._exchange.reduce(bucket, self._sums[bucket], add=bucket in self._begun, beside=True, last=last)
         self._begun.add(bucket)
-        bucket.show_grads(bucket.grads.new_empty(0))
+        bucket.show_grads(self._nothing[bucket])
 
     def agree(self) -> None:
         """What is enqueued from now on may change what other ranks have read: parameters and gradients."""
@@ -237,21 +233,29 @@ class Gradients:
 
         After a last pass, which has begun to sum, they stay summed.
         """
-        self._summed_up = self._summed_up or self._last.begun
-        kept = [] if self._summed_up else [(bucket, bucket.grads.clone()) for bucket in self._kept]
-        self._sum()
+        kept = [] if self._had_last else [(bucket, bucket.grads.clone()) for bucket in self._kept]
+        if not self._summed_up:
+            self._sum()
+            self._summed_up = self._had_last
         found = [all_gather(self._shard(bucket).clone(), self._mesh.dp).wait() for bucket in self._buckets]
         for bucket, grads in kept:
             bucket.grads.copy_(grads)
         return found
 
+    @torch.no_grad()
     def forget(self) -> None:
-        """Begin anew, with zeros."""
-        if self.reduced:
+        """Begin anew, with zeros. All ranks must, where they have begun to sum."""
+        if self._had_last and not (self.reduced or self._summed_up):
+            self._last.close()  # it has begun, perhaps further on another rank
+        if not self.reduced:
+            self._exchange.finish()
+        if self.reduced or self._had_last:
             self.agree()
         self.reduced = self.agreed = self._summed_up = self._in_pass = self._had_last = False
         self._last.reset()
         self._each.reset()
         self._begun.clear()
+        for bucket in self._sums:
+            bucket.show_grads(self._nothing[bucket])  # a pass that failed has left some
         for bucket in self._kept:
             bucket.grads.zero_()

@@ -100,6 +100,8 @@ class Units:
             unit.readers += 1  # modules call those within them
             unit.start(self._exchange)
             unit.finish()
+            if unit.readers == 1:
+                self._exchange.meet()  # before any rank changes its shard
 
         def copy(_: nn.Module, state: dict[str, Any], prefix: str, __: object) -> None:
             unit.readers -= 1
@@ -113,6 +115,7 @@ class Units:
             unit.readers -= 1
             if not unit.readers:
                 unit.take_over(self._rank)
+                self._exchange.meet()
                 self._let_go_if_unused(unit)
 
         inner.register_state_dict_pre_hook(gather)
@@ -127,6 +130,7 @@ class Units:
             unit.readers += 1
             unit.start(self._exchange)
             unit.finish()
+        self._exchange.meet()  # before any rank changes its shard
         try:
             yield
         finally:
@@ -134,6 +138,7 @@ class Units:
                 unit.take_over(self._rank)
                 unit.readers = 0
                 self._let_go_if_unused(unit)
+            self._exchange.meet()
 
     def let_go(self) -> None:
         """Let go of all: their values are about to change."""
@@ -168,7 +173,9 @@ class Units:
             for tensor in tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     tensor.register_hook(lambda _: self._before_backward(unit))
-        if not self._once and self._after.get(("forward", unit)) != ("backward", unit):
+            if self._after.get(("forward", unit)) == ("backward", unit):
+                return
+        if not self._once:
             unit.let_go()
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from torch import nn
 
 from pymesh3d.comm.whole import whole
 from pymesh3d.config import Layout, ModelConfig, TrainConfig, validate
-from pymesh3d.dp.zero import Zero
+from pymesh3d.dp.zero import STAGES, Zero
 from pymesh3d.errors import ConfigError
 from pymesh3d.mesh import Mesh, init_mesh
 from pymesh3d.placement import Part, placement_of
@@ -98,7 +98,7 @@ def reduced(module: nn.Module, mesh: Mesh, run: Callable[[], None], stage: int) 
     return found
 
 
-def grouped_queries(kind: type, heads: int, kv_heads: int, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
+def grouped_queries(kind: type, heads: int, kv_heads: int, sizes: dict[str, int], stage: int = 0) -> dict[str, torch.Tensor]:
     """Compares output, input gradient and whole parameter gradients; returns this rank's weights and reduced gradients."""
     mesh = init_mesh(device="cpu", **sizes)
     x, grad_y = normal(4, 6, D, seed=1), normal(4, 6, D, seed=2)
@@ -113,7 +113,7 @@ def grouped_queries(kind: type, heads: int, kv_heads: int, sizes: dict[str, int]
         assert_near({"y": out.detach()}, {"y": y[mine]})
         out.backward(grad_y[mine])
 
-    grads = reduced(module, mesh, run, stage=mesh.dp.size - 1)
+    grads = reduced(module, mesh, run, stage)
     gathered = {name: whole(grads[name], placement_of(p), mesh.tp) for name, p in module.named_parameters()}
     assert_near({**gathered, "x": local.grad}, {**expected, "x": expected["x"][mine]})
     assert gathered.keys() == expected.keys() - {"x"}
@@ -142,9 +142,10 @@ def test_two_kv_heads_on_four_ranks_in_one_fused_weight(ranks: Ranks) -> None:
         assert torch.equal(seen["grads"]["qkv.weight"][2 * HEAD :], found[rank // 2 * 2]["grads"]["qkv.weight"][2 * HEAD :])
 
 
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kind", [Separate, Fused])
-def test_one_kv_head_is_not_doubled_by_data_parallelism(ranks: Ranks, kind: type) -> None:
-    ranks(4, grouped_queries, kind, 4, 1, {"tp": 2, "dp": 2})
+def test_one_kv_head_is_not_doubled_by_data_parallelism(ranks: Ranks, kind: type, stage: int) -> None:
+    ranks(4, grouped_queries, kind, 4, 1, {"tp": 2, "dp": 2}, stage)
 
 
 def test_heads_that_cannot_be_dealt_out_are_refused_with_what_can() -> None:

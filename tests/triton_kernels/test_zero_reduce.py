@@ -74,10 +74,17 @@ def part(bucket: torch.Tensor, shard: int, tiles: int) -> torch.Tensor:
     return bucket[shard * tiles * TILE : (shard + 1) * tiles * TILE]
 
 
-def in_order(contributions: list[torch.Tensor], wire: torch.dtype, shard: int, tiles: int, added: torch.Tensor | None) -> torch.Tensor:
-    """The sum of a shard, as it is added up, before it is rounded."""
+def in_order(
+    contributions: list[torch.Tensor],
+    wire: torch.dtype,
+    shard: int,
+    tiles: int,
+    added: torch.Tensor | None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The sum of a shard, as it is added up for a result in `dtype`, before it is rounded."""
     parts = [rounded(bucket, wire)[shard * tiles : (shard + 1) * tiles].reshape(-1) for bucket in contributions]
-    total = parts[0].to(compute_dtype(wire))
+    total = parts[0].to(compute_dtype(dtype or contributions[0].dtype))
     for one in parts[1:]:
         total = total + one.to(total.dtype)
     return total if added is None else total + added
@@ -240,7 +247,7 @@ def test_sums_are_of_another_dtype_than_what_is_summed(
     """What lies there is as wide as it was accumulated; the sum is as wide as `out`."""
     contributions = buckets(3, TILES, accumulated)
     sent, old = sent_by(contributions, wire), kernels.noise(TILES * TILE, dtype=dtype, seed=50).to(DEVICE)
-    expected = in_order(sent, wire, 1, TILES, old if add else None).to(dtype)
+    expected = in_order(sent, wire, 1, TILES, old if add else None, dtype).to(dtype)
     contributions = sent if form is by_kernel else contributions
     for copies in (None, buckets(3, TILES, dtype, seed=1)):
         out = framed(old, margin=7.0) if copies is None else part(copies[1], 1, TILES)
