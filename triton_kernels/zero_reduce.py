@@ -16,9 +16,6 @@ from .backend import jit, tl
 from .precision import compute_dtype, nearest, triton_dtype
 
 TILE = 1024  # numbers that are rounded together
-FEW = 64  # programs: so many read too little at once unless each loads ahead
-AHEAD = {"TILES": 4, "STAGES": 4, "num_warps": 8}  # for few programs. 268 Mi numbers of 2 x H200: 1713 us with 32, 1902 with 16
-AT_ONCE = {"TILES": 1, "STAGES": 1, "num_warps": 4}  # for many: 1694 us; the link takes 1451
 
 
 @jit
@@ -28,11 +25,11 @@ def aligned(address, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit
-def summed(contributions, at, inside, DTYPE: tl.constexpr, WIRE: tl.constexpr, SUM: tl.constexpr, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
+def summed(contributions, at, DTYPE: tl.constexpr, WIRE: tl.constexpr, SUM: tl.constexpr, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The sum over ranks, in their order, of what lies at `at` from where the contribution of each begins: in DTYPE, rounded to WIRE."""
-    total = nearest(tl.load(aligned(contributions, DTYPE) + at, mask=inside), WIRE).to(SUM)
+    total = nearest(tl.load(aligned(contributions, DTYPE) + at), WIRE).to(SUM)
     for rank in tl.static_range(1, RANKS):
-        total += nearest(tl.load(aligned(contributions + rank, DTYPE) + at, mask=inside), WIRE).to(SUM)
+        total += nearest(tl.load(aligned(contributions + rank, DTYPE) + at), WIRE).to(SUM)
     return total
 
 
@@ -61,30 +58,27 @@ def reduce_shard_kernel(  # type: ignore[no-untyped-def]
     RANKS: tl.constexpr,
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
-    TILES: tl.constexpr,
-    STAGES: tl.constexpr,
     SQUARES: tl.constexpr,
 ):
-    """The programs take turns at TILES tiles."""
+    """The programs take turns at tiles. Few of them would read too little at once."""
     SUM: tl.constexpr = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32
-    col = tl.arange(0, TILE)[None, :]
-    square = tl.zeros((TILES, TILE), tl.float64)
-    for block in tl.range(tl.program_id(0), tl.cdiv(tiles, TILES), tl.num_programs(0), num_stages=STAGES):
-        tile = block * TILES + tl.arange(0, TILES)[:, None]
-        inside = tile < tiles
-        value = summed(contributions, (first + tile).to(tl.int64) * (TILE * WIDTH) + col, inside, DTYPE, WIRE, SUM, RANKS)
-        number = tile.to(tl.int64) * TILE + col
+    col = tl.arange(0, TILE)
+    square = tl.zeros((TILE,), tl.float64)
+    for turn in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        tile = tl.cast(turn, tl.int64)
+        value = summed(contributions, (first + tile) * (TILE * WIDTH) + col, DTYPE, WIRE, SUM, RANKS)
+        number = tile * TILE + col
         if ADD:
-            value += tl.load(out + number, mask=inside)
-        value = nearest(tl.where(inside, value, 0.0), out.dtype.element_ty)
-        tl.debug_barrier()  # all of these tiles has been read, where the sum comes to lie upon it
+            value += tl.load(out + number)
+        value = nearest(value, out.dtype.element_ty)
+        tl.debug_barrier()  # all of the tile has been read, where the sum comes to lie upon it
         if copies is None:
-            tl.store(out + number, value, mask=inside)
+            tl.store(out + number, value)
         else:
-            number += first.to(tl.int64) * TILE
+            number += tl.cast(first, tl.int64) * TILE
             for following in tl.static_range(0, RANKS):
                 there = aligned(copies + (RANK + following) % RANKS, out.dtype.element_ty)
-                tl.store(there + number, value, mask=inside)
+                tl.store(there + number, value)
         square += value.to(tl.float64) * value.to(tl.float64)
     tl.store(squares + tl.program_id(0), tl.sum(square))
     for unused in range(tl.program_id(0) + tl.num_programs(0), SQUARES, tl.num_programs(0)):
@@ -155,7 +149,7 @@ def reduce_shard(
         TILE=TILE,
         WIDTH=width(accumulated, wire) if rounded else 1,
         SQUARES=squares.numel(),
-        **(AHEAD if programs <= FEW else AT_ONCE),
+        num_warps=4,
     )
 
 

@@ -96,7 +96,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
         tile = tl.program_id(0).to(tl.int64)
         number, place = tile * TILE + col, (first + tile) * TILE + col
         if contributions is not None:
-            grad = summed(contributions, (first + tile) * (TILE * WIDTH) + col, None, WIRE, WIRE, tl.float32, RANKS)
+            grad = summed(contributions, (first + tile) * (TILE * WIDTH) + col, WIRE, WIRE, tl.float32, RANKS)
         else:
             grad = wide(tl.load(grads + number))
         grad *= factor.to(tl.float32)

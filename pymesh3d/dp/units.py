@@ -29,6 +29,7 @@ class Unit:
         self._whole: list[torch.Tensor] = []
         self._pending: list[Pending] | None = None
         self.held = False
+        self.pinned = False  # within `whole`
         self.readers = 0  # calls of `state_dict` and `load_state_dict` that are under way
         self.missing: set[int] | None = None  # parameters whose gradients the backward pass that is under way has not computed yet
         for bucket, shard in zip(buckets, shards, strict=True):
@@ -127,7 +128,7 @@ class Units:
     def whole(self) -> Iterator[None]:
         """All parameters are whole within; what is written into them counts. All ranks must enter."""
         for unit in self._units:
-            unit.readers += 1
+            unit.pinned = True
             unit.start(self._exchange)
             unit.finish()
         self._exchange.meet()  # before any rank changes its shard
@@ -136,7 +137,7 @@ class Units:
         finally:
             for unit in self._units:
                 unit.take_over(self._rank)
-                unit.readers = 0
+                unit.pinned = False
                 self._let_go_if_unused(unit)
             self._exchange.meet()
 
@@ -144,12 +145,12 @@ class Units:
         """Let go of all: their values are about to change."""
         self._latest = None
         for unit in self._units:
-            unit.missing, unit.readers = None, 0
+            unit.missing, unit.readers, unit.pinned = None, 0, False
             if unit.held:
                 unit.let_go()
 
     def _let_go_if_unused(self, unit: Unit) -> None:
-        if not self._once and unit.missing is None:
+        if not self._once and unit.missing is None and not unit.pinned:
             unit.let_go()
 
     def _enter(self, this: Pass) -> None:
@@ -175,8 +176,7 @@ class Units:
                     tensor.register_hook(lambda _: self._before_backward(unit))
             if self._after.get(("forward", unit)) == ("backward", unit):
                 return
-        if not self._once:
-            unit.let_go()
+        self._let_go_if_unused(unit)
 
     @torch.no_grad()
     def _before_backward(self, unit: Unit) -> None:

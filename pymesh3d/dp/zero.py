@@ -278,6 +278,7 @@ class Zero:
         """Copy what `state` gave back into place, and publish the parameters. All ranks must call. Raises ConfigError."""
         self._masters.require_fitting(tensors)
         self._masters.take_over_written()  # so that it is not done later, to what is loaded here
+        self._exchange.meet()  # no rank computes any more
         self._units.let_go()
         self._masters.load_state(tensors)
         self.steps_taken = int(tensors["steps_taken"])

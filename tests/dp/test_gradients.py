@@ -116,6 +116,7 @@ ALL: dict[int, tuple[int, ...] | None] = {0: (), 1: ()}
 PASSES: dict[str, list[dict[int, tuple[int, ...] | None]]] = {
     "one": [ALL],
     "three": [ALL] * 3,
+    "none": [],
     "unused on one rank": [{0: (), 1: (1,)}, {0: (3,), 1: ()}, {0: (0, 2), 1: (1, 3)}],
     "unused": [{0: (2,), 1: (2,)}, {0: (1, 2), 1: (1, 2)}],
 }
@@ -338,7 +339,7 @@ def norms(stage: int, kernels: bool) -> list[float]:
         found += [zero.norm(p).item() for p in (1.0, 2.0, 3.0, math.inf)]
         zero.zero_grad()
         model(samples(mesh.rank, 0)).backward()
-        found.append(zero.step()[0])
+        found += [zero.step()[0], zero.step()[0]]  # the second without gradients
     mesh.close()
     return found
 
@@ -348,7 +349,7 @@ def norms(stage: int, kernels: bool) -> list[float]:
 def test_norms_are_those_of_one_process(ranks: Ranks, stage: int, kernels: bool) -> None:
     flat = torch.cat([g.flatten() for g in sums([{0: (2,), 1: (2,)}] * 2).values()])
     expected = [torch.linalg.vector_norm(flat, p).item() for p in (1.0, 2.0, 3.0, math.inf)]
-    expected.append(torch.cat([g.flatten() for g in sums([ALL]).values()]).norm().item())
+    expected += [torch.cat([g.flatten() for g in sums([ALL]).values()]).norm().item(), 0.0]
     for found in ranks(2, norms, stage, kernels):
         assert found == pytest.approx(expected * 2, rel=1e-12)
 

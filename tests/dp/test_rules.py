@@ -67,8 +67,8 @@ def test_others_are_not_known() -> None:
     assert not is_known(made(Own), hooks=0)
     for kind in (torch.optim.NAdam, torch.optim.RMSprop, torch.optim.Adamax):
         assert not is_known(made(kind), hooks=0)
-    for options in ({"amsgrad": True}, {"differentiable": True}, {"capturable": True}):
-        assert not is_known(made(ADAMW, **options), hooks=0), options
+    for option in ("amsgrad", "differentiable", "capturable"):
+        assert not is_known(made(functools.partial(ADAMW, **{option: True})), hooks=0), option
     assert is_known(with_hook("pre"), hooks=1) and not is_known(with_hook("pre"), hooks=0)
     assert not is_known(with_hook("post"), hooks=0) and not is_known(with_hook("post"), hooks=1)
 
@@ -281,8 +281,8 @@ def test_kernels_take_steps_where_ranks_share_no_memory(ranks: Ranks, stage: int
 def by_others(kernels: bool, kind: str, stage: int) -> dict[str, torch.Tensor]:
     """Parameters after steps of an optimizer that the kernels do not know."""
     mesh, model = init_mesh(device="cpu"), Net()
-    made = {"own": Own, "amsgrad": functools.partial(ADAMW, amsgrad=True), "hook": ADAMW}[kind]
-    zero = Zero(model, mesh, stage=stage, optimizer=functools.partial(made, lr=1e-2), weight_decay=0.2, kernels=kernels)
+    others: dict[str, Any] = {"own": Own, "amsgrad": functools.partial(ADAMW, amsgrad=True), "hook": ADAMW}
+    zero = Zero(model, mesh, stage=stage, optimizer=functools.partial(others[kind], lr=1e-2), weight_decay=0.2, kernels=kernels)
     if kind == "hook":
         zero.optimizer.register_step_post_hook(lambda *_: None)
     assert not zero._masters.by_kernels

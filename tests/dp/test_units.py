@@ -18,6 +18,7 @@ from pymesh3d.mesh import Mesh, init_mesh
 from tests.kernels import needs_kernels
 
 Ranks = Callable[..., list[Any]]
+Way = Callable[[Any, torch.Tensor], torch.Tensor]
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 DECAY, WIDTH, SAMPLES, LAYERS = 0.1, 36, 8, 3  # matrices of a layer have numbers in the shards of two ranks
 KERNELS = [False, pytest.param(True, marks=needs_kernels)]
@@ -112,7 +113,6 @@ def changed_in_place(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def one_part_unused(model: Any, x: torch.Tensor) -> torch.Tensor:
-    """A matrix of a layer gets a gradient in some passes only; and a whole layer none."""
     model.layers[1].use_spare = not model.layers[1].use_spare
     return model.layers[2](model.layers[1](x)).square().sum()
 
@@ -151,12 +151,11 @@ def after_a_failure(model: Any, x: torch.Tensor) -> torch.Tensor:
     return straight(model, x)
 
 
-WAYS = [straight, twice, backwards, recomputed, recomputed_together, without_gradient, changed_in_place, one_part_unused]
+WAYS: list[Way] = [straight, twice, backwards, recomputed, recomputed_together, without_gradient, changed_in_place, one_part_unused]
 WAYS += [with_wrapped_outputs, evaluated_between, after_a_failure]
-Way = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
-def plainly(build: Callable[[], Model], ways: list[Way], microbatches: int) -> dict[str, torch.Tensor]:
+def plainly(build: Callable[[], Any], ways: list[Way], microbatches: int) -> dict[str, torch.Tensor]:
     """Parameters after a step each way, in one process."""
     model = build()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -176,7 +175,7 @@ def plainly(build: Callable[[], Model], ways: list[Way], microbatches: int) -> d
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def in_units(build: Callable[[], Model], ways: list[Way], microbatches: int, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+def in_units(build: Callable[[], Any], ways: list[Way], microbatches: int, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     mesh = init_mesh(device="cpu")
     model = build()
     zero = zero_of(model, mesh, **options)
@@ -224,15 +223,15 @@ def test_every_way_trains_as_one_process(ranks: Ranks, options: dict[str, Any]) 
 @needs_kernels
 @pytest.mark.parametrize("once_a_step", [False, True])
 def test_every_way_trains_so_over_shared_memory(ranks: Ranks, once_a_step: bool) -> None:
-    ways = [straight, twice, recomputed, recomputed_together, one_part_unused, one_part_unused, evaluated_between]
+    ways: list[Way] = [straight, twice, recomputed, recomputed_together, one_part_unused, one_part_unused, evaluated_between]
     expected = plainly(Model, ways, 1)
     for found in ranks(2, in_units, Model, ways, 1, {"kernels": True, "once_a_step": once_a_step}):
         assert_close(found, expected)
 
 
-def tied() -> Model:
+def tied() -> nn.Module:
     """A matrix of a layer is used outside too; another by two layers; one within a layer twice."""
-    model = Model()
+    model: Any = Model()
     model.last.weight = model.layers[0].up.weight
     model.layers[2].down.weight = model.layers[1].down.weight
     model.layers[2].up.weight = model.layers[2].spare.weight
@@ -241,14 +240,14 @@ def tied() -> Model:
 
 def frozen() -> Model:
     """Some of a layer is not trained, and nothing of another."""
-    model = Model()
+    model: Any = Model()
     model.layers[0].up.requires_grad_(False)
     model.layers[1].requires_grad_(False)
     return model
 
 
 @pytest.mark.parametrize("build", [tied, frozen])
-def test_layers_that_share_or_are_frozen(ranks: Ranks, build: Callable[[], Model]) -> None:
+def test_layers_that_share_or_are_frozen(ranks: Ranks, build: Callable[[], Any]) -> None:
     ways: list[Way] = [straight, recomputed, twice, straight]
     expected = plainly(build, ways, 2)
     for found in ranks(2, in_units, build, ways, 2, {}):
@@ -279,13 +278,13 @@ def test_what_is_whole_only_for_its_layer(ranks: Ranks) -> None:
         assert found["frozen"] == [name for name in every if name not in still]
 
 
-def events(passes: int, options: dict[str, Any]) -> tuple[list[str], list[int], list[int]]:
+def events(way: Way, passes: int, options: dict[str, Any]) -> tuple[list[str], list[int], list[int]]:
     """In some steps what is gathered (g), and what goes forward (F) and backward (B), with the layers that are whole then; the bytes of
     each layer while it is whole, and at the end of each pass."""
     mesh = init_mesh(device="cpu")
     model = Model()
     for layer in model.layers:
-        layer.use_spare = True
+        layer.use_spare = True  # type: ignore[assignment]
     zero = zero_of(model, mesh, **options)
     units, said, most = zero._units._units, list[str](), [0] * LAYERS
     gather = zero._exchange.gather
@@ -304,7 +303,7 @@ def events(passes: int, options: dict[str, Any]) -> tuple[list[str], list[int], 
         layer.register_forward_hook(lambda _, __, out, n=number: out.register_hook(lambda _: say(f"B{n}")) and None)
     ends = []
     for step in range(passes):
-        loss = straight(model, data(step).chunk(2)[mesh.rank])
+        loss = way(model, data(step).chunk(2)[mesh.rank])
         say("|")
         loss.backward()
         say("end")
@@ -315,19 +314,19 @@ def events(passes: int, options: dict[str, Any]) -> tuple[list[str], list[int], 
 
 
 def test_one_layer_is_whole_and_the_next_is_gathered(ranks: Ranks) -> None:
-    """In the order of the step before."""
-    first = "g0 F0:0 g1 F1:1 g2 F2:2 |: g2 B2:2 g1 B1:1 g0 B0:0 end:"
-    # What is on its way is not shown before it is needed.
-    later = "g0 g1 F0:0 g2 F1:1 F2:2 |:2 g1 B2:2 g0 B1:1 B0:0 end:"
-    for said, most, ends in ranks(2, events, 3, {}):
-        assert " ".join(said) == " ".join((first, later, later))
-        assert min(most) > 0 and ends == [0] * 3 * LAYERS, "memory goes back"
+    """In the order of the step before, also where backward computes it again. What is on its way is not shown before it is needed."""
+    first = "g0 F0:0 g1 F1:1 g2 F2:2 |: g2 B2:2{} g1 B1:1{} g0 B0:0{} end:"
+    later = "g0 g1 F0:0 g2 F1:1 F2:2 |:2 g1 B2:2{} g0 B1:1{} B0:0{} end:"
+    for way, again in ((straight, ["", "", ""]), (recomputed, [" F2:2", " F1:1", " F0:0"])):
+        for said, most, ends in ranks(2, events, way, 3, {}):
+            assert " ".join(said) == " ".join(text.format(*again) for text in (first, later, later))
+            assert min(most) > 0 and ends == [0] * 3 * LAYERS, "memory goes back"
 
 
 def test_what_is_gathered_once_a_step_stays_until_then(ranks: Ranks) -> None:
     first = "g0 F0:0 g1 F1:01 g2 F2:012 |:012 B2:012 B1:012 B0:012 end:012"
     later = "g0 g1 F0:0 g2 F1:01 F2:012 |:012 B2:012 B1:012 B0:012 end:012"
-    for said, _, ends in ranks(2, events, 2, {"once_a_step": True}):
+    for said, _, ends in ranks(2, events, straight, 2, {"once_a_step": True}):
         assert " ".join(said) == " ".join((first, later))
         assert min(ends) > 0, "each layer"
 

@@ -41,7 +41,6 @@ TALKS = " *i64 *i32 *i64 *i64{} i64"
 BUCKET = {"RANK": 1, "RANKS": 3, "TILE": 1024, "WIDTH": 2, "WIRE": "bfloat16"}
 SAME = BUCKET | {"WIDTH": 1}
 OF_BFLOAT16, OF_FLOAT32 = ({"DTYPE": dtype, "SQUARES": 70} for dtype in ("bfloat16", "float32"))  # what lies there
-AHEAD, AT_ONCE = {"TILES": 4, "STAGES": 4, "num_warps": 8}, {"TILES": 1, "STAGES": 1}
 ALONE = {"copies": None, "ADD": True}
 ADAMW = {"ADAMW": True, "DECOUPLED": True, "WEIGHT": "bfloat16"}
 SGD = {"ADAMW": False, "DECOUPLED": False, "WEIGHT": "float32", "PUSHED": 0, "average_square": None, "contributions": None}
@@ -127,8 +126,7 @@ KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         for wide, narrow, width in (("fp32", "bf16", 2), ("fp64", "bf16", 4), ("fp64", "fp16", 4), ("fp64", "fp32", 2))
     },
     **{
-        f"zero reduce {kind}, {speed}": ("zero_reduce", "reduce_shard_kernel", f"*i64 *{out}:16{copies} *fp64 i32 i32", constants | tuned)
-        for speed, tuned in (("ahead", AHEAD), ("at once", AT_ONCE))
+        f"zero reduce {kind}": ("zero_reduce", "reduce_shard_kernel", f"*i64 *{out}:16{copies} *fp64 i32 i32", constants)
         for kind, out, copies, constants in (
             ("fp32 of bf16 for all", "fp32", " *i64", BUCKET | OF_BFLOAT16 | {"ADD": False}),
             ("fp32 of bf16 added", "fp32", "", BUCKET | OF_BFLOAT16 | ALONE),
@@ -343,20 +341,6 @@ def test_a_shard_is_moved_16_bytes_at_once(compiled: Path, case: str) -> None:
         assert all(re.search(r"(ld|st)\.global\.b64 |cp\.async\.ca\..*, 0x8,", line) for line in rest), rest
         assert sum("st.global" in line for line in rest) <= 2 * ("reduce" in case), rest
         assert any("st.global" in line for line in numbers), moves
-
-
-IN_TURN = pytest.mark.xfail(reason="the compiler overlaps no turns of a loop in which a barrier stands", strict=True)
-TURNS = [pytest.param(case, marks=IN_TURN if case.endswith("ahead") else ()) for case in KERNELS if case.startswith("zero")]
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", TURNS)
-def test_few_programs_load_ahead(compiled: Path, case: str) -> None:
-    """What the next turns need, 16 bytes at once; no other form does."""
-    built = json.loads((compiled / f"{list(KERNELS).index(case)}.json").read_text())
-    for architecture in _architectures(case):
-        ahead = [line for line in built[str(architecture)][3] if re.search(r"cp\.async\.cg\..*, 0x10,", line)]
-        assert bool(ahead) == case.endswith("ahead"), built[str(architecture)][3]
 
 
 @pytest.mark.timeout(300)
