@@ -107,7 +107,7 @@ REFUSALS = {
     "train --pp 4 --schedule interleaved --virtual-pp 2": '"layers": 4, --pp 4, --virtual-pp 2: .* at least one layer. Use --pp 2 or less',
     "train --zero-stage 4": "--zero-stage 4: --zero-stage must be one of 0, 1, 2, 3. The default is 1",
     "train --zero-stage 2 --no-zero-once-a-step --schedule zb-h1": "--zero-stage 2, --no-zero-once-a-step, .* Use --zero-once-a-step, or ",
-    "train --accumulate-dtype fp64": "--accumulate-dtype float64, .* than the master weights. Use --accumulate-dtype float32",
+    "train --accumulate-dtype fp64": "--accumulate-dtype float64, .* than master weights. Use --accumulate-dtype float32",
     "train --device cuda": "--device cuda: torch sees no GPU here. Use --device cpu",
     "train --steps -1": "--steps -1: steps must be a positive integer. Try --steps 1 or more",
     "train --steps many": "argument --steps: invalid int value: 'many'. See pymesh3d train --help",
