@@ -29,7 +29,7 @@ from ..mesh import Mesh, init_mesh
 from ..ops.choose import IMPLEMENTATIONS, can, keep
 from ..ops.fused import FUSED
 from . import picture, report
-from .timing import milliseconds
+from .timing import captured, milliseconds
 
 TOKENS = {"cuda": (512, 2048, 8192, 16384), "cpu": (32,)}
 COLUMN = ("qkv", "up", "head")  # layers that gather tokens before their product; others scatter them after it. Backward it is the reverse
@@ -165,7 +165,7 @@ def _medians(runs: dict[str, Callable[[], object]], mesh: Mesh, mode: str, repea
     for call in calls.values():
         call()  # compiles, and makes what ranks share
     if mode == "graph":
-        calls = {name: _captured(call) for name, call in calls.items()}
+        calls = {name: captured(call) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     dist.barrier()
     for _ in range(rounds + 1):
@@ -178,15 +178,6 @@ def _medians(runs: dict[str, Callable[[], object]], mesh: Mesh, mode: str, repea
 def _repeated(run: Callable[[], object], repeats: int) -> None:
     for _ in range(repeats):
         run()
-
-
-def _captured(call: Callable[[], None]) -> Callable[[], None]:
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        call()
-    replay: Callable[[], None] = graph.replay
-    return replay
 
 
 def link_rate(mesh: Mesh) -> float | None:

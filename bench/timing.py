@@ -39,6 +39,16 @@ def rows_of_passes(ours: str, passes: Mapping[str, Mapping[str, Callable[[], obj
     return rows
 
 
+def captured(run: Callable[[], None]) -> Callable[[], None]:
+    """The same as a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        run()
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
 def milliseconds(run: Callable[[], object], device: str, *, head_start: bool = True) -> float:
     """Of one run, on `device`; without a head start, a GPU that is idle waits for the host."""
     if device == "cpu":

@@ -22,7 +22,7 @@ from ..triton_kernels.signals import Counters, meet
 from ..triton_kernels.zero_reduce import TILE, reduce_shard
 from ..triton_kernels.zero_step import AdamW, update
 from . import report
-from .timing import milliseconds
+from .timing import captured, milliseconds
 
 MI = 2**20
 NUMBERS = {"cuda": (64 * MI, 512 * MI, 1024 * MI, 2048 * MI), "cpu": (2**14,)}  # parameters of a model
@@ -158,16 +158,6 @@ def medians(runs: dict[str, Callable[[], object]], mesh: Mesh) -> dict[str, floa
     return dict(zip(times, exchange_numbers(found, mesh, "comparing times").amax(0).tolist(), strict=True))
 
 
-def captured(run: Callable[[], None]) -> Callable[[], None]:
-    """The same as a CUDA graph."""
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        run()
-    replay: Callable[[], None] = graph.replay
-    return replay
-
-
 def measure(mesh: Mesh, numbers: int) -> list[report.Row]:
     """A row for eager calls and, on GPUs, one for graphs, of a model of so many parameters."""
     model = Model(mesh, numbers)
@@ -192,11 +182,11 @@ def measure(mesh: Mesh, numbers: int) -> list[report.Row]:
 
 def main(json_file: str | None = None) -> int:
     """Measures over the GPUs of this machine, or 2 processes where there are fewer than 2; prints the table and writes `json_file`."""
-    world = max(2, torch.cuda.device_count()) if torch.cuda.device_count() != 1 else 2
-    if torch.cuda.device_count() == 1:
+    gpus = torch.cuda.device_count()
+    if gpus == 1:
         print("zero_step needs two GPUs to exchange anything", file=sys.stderr)
         return 2
-    return launch(["-m", "pymesh3d.bench.zero_step", *(["--json", json_file] if json_file else [])], world)
+    return launch(["-m", "pymesh3d.bench.zero_step", *(["--json", json_file] if json_file else [])], gpus or 2)
 
 
 def run_rank(arguments: Sequence[str] | None = None) -> None:

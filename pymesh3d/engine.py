@@ -121,12 +121,18 @@ def held_layers(model: ModelConfig, pp: int, virtual_pp: int) -> list[list[range
     return [stages[rank::pp] for rank in range(pp)]
 
 
+def _parameters(model: Llama, layers: Iterable[int], *, first: bool, last: bool) -> list[torch.nn.Parameter]:
+    """Of these layers, and of what stands before them on the first stage, and after them on the last."""
+    modules: list[torch.nn.Module | None] = [model.embed] * first + [model.layers[str(number)] for number in layers]
+    modules += [model.norm, model.head] * last
+    return [parameter for module in modules if module is not None for parameter in module.parameters()]
+
+
 def _require_trained(model: Llama, held: Sequence[Sequence[range]]) -> None:
     """Refuse a rank with nothing to train: its optimizer would be empty while the others wait for it. Raises ConfigError."""
     for rank, stages in enumerate(held):
-        modules: list[torch.nn.Module | None] = [model.layers[str(number)] for layers in stages for number in layers]
-        modules += [model.embed] * (rank == 0) + [model.norm, model.head] * (rank == len(held) - 1)
-        if not any(parameter.requires_grad for module in modules if module is not None for parameter in module.parameters()):
+        own = [number for layers in stages for number in layers]
+        if not any(parameter.requires_grad for parameter in _parameters(model, own, first=rank == 0, last=rank == len(held) - 1)):
             parts = ["embed"] * (rank == 0) + [f"layer {number}" for layers in stages for number in layers]
             parts += ["norm", "head"] * (rank == len(held) - 1)
             instead = "Leave requires_grad of one of these on"
@@ -176,9 +182,7 @@ class Engine:
         for number, layers in zip(range(mesh.pp.rank, last + 1, mesh.pp.size), held, strict=True):
             part = functools.partial(model, layers=layers)
             self.stages[number] = Stage(part, first=number == 0, last=number == last, loss=self._loss)
-            modules = [model.embed] * (number == 0) + [model.layers[str(layer)] for layer in layers]
-            modules += [model.norm, model.head] * (number == last)
-            self._trained[number] = [parameter for module in modules if module is not None for parameter in module.parameters()]
+            self._trained[number] = _parameters(model, layers, first=number == 0, last=number == last)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -35,9 +35,9 @@ from .signals import (
     fence_accelerator,
     has_come,
     missing_word,
-    signal_others,
     stores_have_arrived,
     take_job,
+    tell_others,
     wait,
 )
 
@@ -125,10 +125,10 @@ def give_rows(  # type: ignore[no-untyped-def]
         run = strip // across
         if tl.atomic_add(counts + run, 1, sem="acq_rel") == across - 1:  # the run is complete, whoever has copied it
             gl.store(counts + run, 0)
-            signal_others(flags, rank, rank * length + 1 + run, call, RANKS)
+            tell_others(flags, rank, rank * length + 1 + run, call, RANKS)
             if tl.atomic_add(counts + runs, 1, sem="acq_rel") == runs - 1:  # and so are all
                 gl.store(counts + runs, 0)
-                signal_others(flags, rank, rank * length + 1 + runs, call, RANKS)
+                tell_others(flags, rank, rank * length + 1 + runs, call, RANKS)
         strip = take_job(calls, 1)
     return copied, strip
 
@@ -166,7 +166,7 @@ def load_gathered_tiles(  # type: ignore[no-untyped-def]
     more = 1
     job = take_job(calls, 0)
     if job == 0:  # this rank's slots may be written: the sooner others know, the sooner rows come
-        signal_others(flags, rank, rank * length, call, RANKS)
+        tell_others(flags, rank, rank * length, call, RANKS)
     while more > 0:
         mixed = job - lead * down
         late = mixed - (across - lead) * down * RANKS

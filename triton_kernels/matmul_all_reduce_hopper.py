@@ -17,7 +17,7 @@ from .matmul import place_of
 from .matmul_hopper import LOADS, SECOND, STORES, multiply_tiles, next_job, shared
 from .matmul_reduce_scatter import Slots
 from .matmul_reduce_scatter_hopper import BOX, fetch_parts, fetch_tile, give_part, give_tile, late_by, load_scattered_tiles
-from .signals import PATIENCE, Counters, end_of_program, fence_accelerator, missing_word, signal_others, take_job, wait
+from .signals import PATIENCE, Counters, end_of_program, fence_accelerator, missing_word, take_job, tell_others, wait
 
 
 @gluon_jit
@@ -58,7 +58,7 @@ def exchange_sums(  # type: ignore[no-untyped-def]
                 give_tile(gl.load(memory + (rank + following) % RANKS) + place, upper, lower, ACROSS, HALF)
             hopper.tma.store_wait(0)
             hopper.mbarrier.arrive(free)
-            signal_others(flags, rank, rank * length + tiles + tile, call, RANKS)
+            tell_others(flags, rank, rank * length + tiles + tile, call, RANKS)
         else:
             give_part(memory, flags, upper, lower, free, call, rank, owner, tile, first, tiles, length, ACROSS, HALF)
         done += 1

@@ -108,24 +108,27 @@ def tell_ranks_kernel(flags, rank, length, call, RANKS: tl.constexpr):  # type: 
     tell_others(flags, rank, rank * length, call, RANKS)
 
 
-@jit(do_not_specialize=["rank", "length", "call", "patience"])
-def wait_for_ranks_kernel(flags, trouble, told, rank, length, call, patience: tl.int64, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program, which ends when the first flag of every other rank has come."""
+@jit
+def wait_for_others(flags, trouble, told, rank, length, call, patience, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait until the first flag of every other rank has come."""
     mine = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
     for following in tl.static_range(1, RANKS):
         source = (rank + following) % RANKS
         wait(mine + source * length, call, trouble, told, missing_word(source, 0), patience)
+
+
+@jit(do_not_specialize=["rank", "length", "call", "patience"])
+def wait_for_ranks_kernel(flags, trouble, told, rank, length, call, patience: tl.int64, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program, which ends when the first flag of every other rank has come."""
+    wait_for_others(flags, trouble, told, rank, length, call, patience, RANKS)
 
 
 @jit(do_not_specialize=["rank", "length", "patience"])
 def meet_kernel(flags, calls, trouble, told, rank, length, patience: tl.int64, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program, which tells all other ranks, and ends when all have told this one. It counts its calls itself: it can be replayed."""
     call = tl.load(calls) + 1
-    mine = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
     tell_others(flags, rank, rank * length, call, RANKS)
-    for following in tl.static_range(1, RANKS):
-        source = (rank + following) % RANKS
-        wait(mine + source * length, call, trouble, told, missing_word(source, 0), patience)
+    wait_for_others(flags, trouble, told, rank, length, call, patience, RANKS)
     tl.store(calls, call)
 
 
@@ -188,10 +191,3 @@ def stores_have_arrived():  # type: ignore[no-untyped-def]
 def fence_accelerator():  # type: ignore[no-untyped-def]
     """What a flag has shown to this thread holds for all that the accelerator does from here on."""
     gl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon_jit
-def signal_others(flags, rank, index, call, RANKS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Set flag `index` of all other ranks."""
-    for following in gl.static_range(1, RANKS):
-        signal(gl.load(flags + (rank + following) % RANKS).to(gl.pointer_type(gl.int32)) + index, call)

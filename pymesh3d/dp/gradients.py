@@ -67,7 +67,7 @@ class Gradients:
     """
 
     def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, exchange: Exchange, *, everywhere: bool, each: bool) -> None:
-        self._buckets, self._mesh, self._exchange, self._everywhere = buckets, mesh, exchange, everywhere
+        self._buckets, self._mesh, self._exchange = buckets, mesh, exchange
         self.reduced = False
         self.agreed = False
         self._summed_up = False  # ahead of `reduce`
@@ -91,6 +91,7 @@ class Gradients:
         # over all ranks; `_copies`: the rest of what it owns. `_summed`: ranges to be summed over so many tp neighbours; `_ties`:
         # gradients to be summed over the stages that hold the parameter.
         self._counted: dict[Bucket, list[torch.Tensor]] = {}
+        self._counted_whole = {bucket for bucket in buckets if bucket.counted_whole(mesh.tp.rank, mesh.pp.rank)}
         self._copies: list[torch.Tensor] = []
         self._ties: list[tuple[Axis, torch.Tensor]] = []
         self._summed: dict[int, list[torch.Tensor]] = {}
@@ -214,14 +215,14 @@ class Gradients:
 
     def norm(self, p: float) -> torch.Tensor:
         """The p-norm of the summed gradients, float64 [], the same on every rank and not finite if one of them is not."""
-        told, mesh = [], self._mesh
-        if p == 2 and mesh.dp.size > 1:
-            told = [bucket for bucket in self._summed_now() if bucket.counted_whole(mesh.tp.rank, mesh.pp.rank)]
+        told = []
+        if p == 2 and self._mesh.dp.size > 1:
+            told = [bucket for bucket in self._summed_now() if bucket in self._counted_whole]
         squares = self._exchange.squares(told) if told else None
         others = [bucket for bucket in self._buckets if squares is None or bucket not in told]
         pieces = [piece for bucket in others for piece in self._counted[bucket]]
         self.agreed = True  # when all ranks have this number none reads another's memory any more
-        return gradient_norm(pieces, mesh, p, copies=self._copies, squares=squares)
+        return gradient_norm(pieces, self._mesh, p, copies=self._copies, squares=squares)
 
     def _summed_now(self) -> list[Bucket]:
         """Buckets that have been summed over ranks for this step."""

@@ -84,8 +84,9 @@ class Masters:
         """One step on gradients, which are multiplied by `scale`, float64 []: new masters, and what is updated here of the parameters."""
         self.take_over_written()
         if self.by_rules:
-            one = torch.ones((), dtype=torch.float64, device=self.values[0].device)
-            (self._update_by_kernels if self.by_kernels else self._update_remainders)(grads, one if scale is None else scale)
+            if scale is None:
+                scale = torch.ones((), dtype=torch.float64, device=self.values[0].device)
+            (self._update_by_kernels if self.by_kernels else self._update_remainders)(grads, scale)
             return
         if scale is not None and grads:
             torch._foreach_mul_(list(grads), scale.to(max((grad.dtype for grad in grads), key=lambda dtype: dtype.itemsize)))

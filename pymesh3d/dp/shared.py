@@ -49,7 +49,9 @@ class SharedMemory:
         ends = list(itertools.accumulate(pieces))
         self._rows = [range(end - count, end) for end, count in zip(ends, pieces, strict=True)]  # of these, by bucket
         self._places: dict[int, tuple[SymmetricBuffer, int]] = {}  # by the address of what lies there: in which buffer, at which byte
+        self._on_all: dict[int, torch.Tensor] = {}  # and where on each rank
         self._lent: dict[Bucket, torch.Tensor] = {}
+        self._in_the_way: dict[Bucket, list[Bucket]] = {}  # of each of these: others whose memory overlaps
         self._events: dict[Bucket, torch.cuda.Event] = {}
         self._tables: dict[tuple[Bucket, int], torch.Tensor] = {}
         on_gpu = device.type == "cuda"
@@ -70,13 +72,14 @@ class SharedMemory:
         buffer = SymmetricBuffer(size, self._axis, self._device)
         self._flags.shared.append(buffer)
         parts = [buffer.part(self._axis.rank, (size,), dtype, place) for (size, dtype), place in zip(wanted, places, strict=True)]
-        self._places |= {part.data_ptr(): (buffer, place) for part, place in zip(parts, places, strict=True)}
+        for part, place in zip(parts, places, strict=True):
+            self._places[part.data_ptr()] = buffer, place
+            self._on_all[part.data_ptr()] = buffer.addresses + place
         return parts
 
     def addresses(self, flat: torch.Tensor) -> torch.Tensor:
         """Where on each rank lies what `flat` is here, int64 [ranks]."""
-        buffer, place = self._places[flat.data_ptr()]
-        return buffer.addresses + place
+        return self._on_all[flat.data_ptr()]
 
     def reserve(self, buckets: Sequence[Bucket]) -> None:
         """See `Exchange`. There is room for the largest one, or for two of the usual size."""
@@ -91,28 +94,22 @@ class SharedMemory:
             end = begin + size
         parts = self._parts(room, [(bucket.size, bucket.grad_dtype) for bucket in buckets], places)
         self._lent = dict(zip(buckets, parts, strict=True))
+        spans = {bucket: (place, place + part.nbytes) for bucket, part, place in zip(buckets, parts, places, strict=True)}
+        for bucket, (begin, end) in spans.items():
+            others = [one for one, (first, last) in spans.items() if one is not bucket and first < end and last > begin]
+            self._in_the_way[bucket] = others
 
     def lend(self, bucket: Bucket) -> torch.Tensor:
         """See `Exchange`."""
-        if any(other.grads.numel() for other in self._in_the_way(bucket)):
+        if any(other.grads.numel() for other in self._in_the_way[bucket]):
             return torch.zeros(bucket.size, dtype=bucket.grad_dtype, device=bucket.device)  # gradients come in an unusual order
         self._until_read(bucket)
         return self._lent[bucket].zero_()
 
-    def _in_the_way(self, bucket: Bucket) -> list[Bucket]:
-        """Others whose memory overlaps."""
-
-        def span(one: Bucket) -> tuple[int, int]:
-            begin = self._lent[one].data_ptr()
-            return begin, begin + self._lent[one].nbytes
-
-        begin, end = span(bucket)
-        return [one for one in self._lent if one is not bucket and span(one)[0] < end and span(one)[1] > begin]
-
     def _until_read(self, bucket: Bucket) -> None:
         """What is enqueued from now on finds that nobody needs any more what has been where this bucket is going to be."""
         self._sum_fetched()
-        for other in (bucket, *self._in_the_way(bucket)):
+        for other in (bucket, *self._in_the_way[bucket]):
             number = self._number[other]
             if self._awaited[number] < self._calls[number]:
                 self._awaited[number] = self._calls[number]
@@ -125,7 +122,7 @@ class SharedMemory:
         memory = self._lent.get(bucket)
         if memory is None or bucket.grads.data_ptr() == memory.data_ptr():
             return
-        for other in self._in_the_way(bucket):
+        for other in self._in_the_way[bucket]:
             if other.grads.numel():
                 other.show_grads(other.grads.clone())
         self._until_read(bucket)
