@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from pymesh3d.ops.accumulate import attach_buffer
+from pymesh3d.ops.accumulate import attach_buffer, begun
 from pymesh3d.placement import place, placement_of
 from pymesh3d.triton_kernels.zero_reduce import TILE
 
@@ -87,6 +87,21 @@ class Bucket:
         self.grads = flat
         for slot in self.slots:
             slot.parameter.main_grad.data = slot.of(flat) if flat.numel() else flat  # type: ignore[attr-defined]
+
+    def freshen(self) -> None:
+        """What is in the memory for gradients has no meaning: the first one of each parameter takes its place. Padding becomes 0."""
+        edges = [0, *(edge for slot in self.slots for edge in (slot.start, slot.stop)), self.size]
+        gaps = [self.grads[start:stop] for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
+        if gaps:
+            torch._foreach_zero_(gaps)
+        for slot in self.slots:
+            slot.parameter.main_grad.fresh = True  # type: ignore[attr-defined]
+
+    def complete(self) -> None:
+        """Parameters that have got no gradient get one of 0."""
+        for slot in self.slots:
+            if not begun(slot.parameter.main_grad):  # type: ignore[attr-defined]
+                slot.of(self.grads).zero_()
 
     def written(self) -> list[Slot]:
         """Slots whose parameter was written to in place since the last call."""

@@ -28,7 +28,7 @@ class Exchange(Protocol):
         """These are going to be lent memory, mostly in this order."""
 
     def lend(self, bucket: Bucket) -> torch.Tensor:
-        """Memory for the gradients of a bucket, all 0, until `reduce` has been called."""
+        """Memory for the gradients of a bucket, in the dtype that is sent, until `reduce` has been called. What is in it has no meaning."""
 
     def reduce(self, bucket: Bucket, out: torch.Tensor, *, add: bool = False, beside: bool = False, last: bool = False) -> None:
         """Begin to sum a bucket's gradients over the ranks: this rank's shard into `out`, or with `add` to what that has.
@@ -85,7 +85,7 @@ class Collectives:
 
     def lend(self, bucket: Bucket) -> torch.Tensor:
         """See `Exchange`."""
-        return torch.zeros(bucket.size, dtype=bucket.grad_dtype, device=bucket.device)
+        return torch.empty(bucket.size, dtype=wire_of(bucket, self._wire), device=bucket.device)
 
     def reduce(self, bucket: Bucket, out: torch.Tensor, *, add: bool = False, beside: bool = False, last: bool = False) -> None:
         """See `Exchange`."""

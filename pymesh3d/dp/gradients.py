@@ -16,7 +16,7 @@ from pymesh3d.dp.exchange import Exchange
 from pymesh3d.dp.norm import gradient_norm
 from pymesh3d.errors import ConfigError
 from pymesh3d.mesh import Mesh
-from pymesh3d.ops.accumulate import opened
+from pymesh3d.ops.accumulate import add_to
 from pymesh3d.placement import placement_of
 
 
@@ -131,7 +131,7 @@ class Gradients:
         slot.node.register_hook(arrived)
         if bucket in self._sums:
             exchange = self._exchange
-            parameter.main_grad.open = lambda: bucket.show_grads(exchange.lend(bucket))  # type: ignore[attr-defined]
+            parameter.main_grad.open = lambda: _lend(exchange, bucket)  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def _arrived(self, parameter: nn.Parameter, bucket: Bucket) -> None:
@@ -144,7 +144,7 @@ class Gradients:
                 "Call step() first, and put only the last backward pass before it within last_pass()",
             )
         if grad is not None:
-            opened(parameter.main_grad).add_(grad)  # type: ignore[attr-defined]
+            add_to(parameter.main_grad, grad)  # type: ignore[attr-defined]
         if bucket in self._sums:
             if not self._in_pass:
                 self._in_pass = True
@@ -201,8 +201,8 @@ class Gradients:
             self._exchange.reduce(bucket, self._shard(bucket), beside=self._had_last, last=last)
 
     def _reduce_passing(self, bucket: Bucket, last: bool) -> None:
-        if not bucket.grads.numel():  # nothing of this pass here, but perhaps on other ranks
-            bucket.show_grads(self._exchange.lend(bucket))
+        _lend(self._exchange, bucket)  # if nothing of this pass is here there may be on other ranks
+        bucket.complete()
         self._exchange.reduce(bucket, self._sums[bucket], add=bucket in self._begun, beside=True, last=last)
         self._begun.add(bucket)
         bucket.show_grads(self._nothing[bucket])
@@ -260,3 +260,10 @@ class Gradients:
             bucket.show_grads(self._nothing[bucket])  # a pass that failed has left some
         for bucket in self._kept:
             bucket.grads.zero_()
+
+
+def _lend(exchange: Exchange, bucket: Bucket) -> None:
+    """Memory for its gradients, unless it has some."""
+    if not bucket.grads.numel():
+        bucket.show_grads(exchange.lend(bucket))
+        bucket.freshen()

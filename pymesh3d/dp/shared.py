@@ -56,8 +56,7 @@ class SharedMemory:
         self._tables: dict[tuple[Bucket, int], torch.Tensor] = {}
         on_gpu = device.type == "cuda"
         self._stream, self._copying = (torch.cuda.Stream(device) if on_gpu else None for _ in range(2))
-        longest = max(min(bucket.shard_size, self._piece) * bucket.grad_dtype.itemsize for bucket in buckets)
-        self._fetched = torch.empty(axis.size, longest, dtype=torch.uint8, device=device)
+        self._fetched: torch.Tensor | None = None  # the others' contributions, where copies put them
         self._unsummed: Callable[[], None] | None = None  # what sums up what is there, or under way
 
     def memory(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
@@ -85,14 +84,15 @@ class SharedMemory:
         """See `Exchange`. There is room for the largest one, or for two of the usual size."""
         if not buckets:
             return
-        sizes = [-(-bucket.size * bucket.grad_dtype.itemsize // ALIGNED) * ALIGNED for bucket in buckets]
+        dtypes = [wire_of(bucket, self._wire) for bucket in buckets]
+        sizes = [-(-bucket.size * dtype.itemsize // ALIGNED) * ALIGNED for bucket, dtype in zip(buckets, dtypes, strict=True)]
         room = max(*sizes, 2 * int(statistics.median_low(sizes)))
         places, end = [], 0
         for size in sizes:
             begin = end if end + size <= room else 0
             places.append(begin)
             end = begin + size
-        parts = self._parts(room, [(bucket.size, bucket.grad_dtype) for bucket in buckets], places)
+        parts = self._parts(room, [(bucket.size, dtype) for bucket, dtype in zip(buckets, dtypes, strict=True)], places)
         self._lent = dict(zip(buckets, parts, strict=True))
         spans = {bucket: (place, place + part.nbytes) for bucket, part, place in zip(buckets, parts, places, strict=True)}
         for bucket, (begin, end) in spans.items():
@@ -102,9 +102,9 @@ class SharedMemory:
     def lend(self, bucket: Bucket) -> torch.Tensor:
         """See `Exchange`."""
         if any(other.grads.numel() for other in self._in_the_way[bucket]):
-            return torch.zeros(bucket.size, dtype=bucket.grad_dtype, device=bucket.device)  # gradients come in an unusual order
+            return torch.empty_like(self._lent[bucket])  # gradients come in an unusual order
         self._until_read(bucket)
-        return self._lent[bucket].zero_()
+        return self._lent[bucket]
 
     def _until_read(self, bucket: Bucket) -> None:
         """What is enqueued from now on finds that nobody needs any more what has been where this bucket is going to be."""
@@ -154,19 +154,28 @@ class SharedMemory:
     def _fetch(self, bucket: Bucket, out: torch.Tensor, wire: torch.dtype, add: bool) -> None:
         """By copy engines, in pieces if it has many. What comes last is summed up later, by the stream that computes: beside a product the
         kernel would take three times as long, and the product would wait."""
-        rank, ranks = self._axis.rank, self._axis.size
         buffer, place = self._places[bucket.grads.data_ptr()]
-        fetched = self._fetched.view(bucket.grad_dtype)
-        for piece, row in enumerate(self._rows[self._number[bucket]]):
+        rows = self._rows_of_others(bucket.grads.dtype)
+        for piece, squares in enumerate(self._rows[self._number[bucket]]):
             if self._unsummed is not None:
                 self._unsummed()
             part = out[piece * self._piece : (piece + 1) * self._piece]
-            begin = rank * bucket.shard_size + piece * self._piece
-            for other in (*range(rank + 1, ranks), *range(rank)):
-                there = buffer.part(other, tuple(part.shape), part.dtype, place + begin * part.element_size())
-                fetched[other, : part.numel()].copy_(there, non_blocking=True)
+            begin = self._axis.rank * bucket.shard_size + piece * self._piece
+            for other, row in rows.items():
+                there = buffer.part(other, tuple(part.shape), row.dtype, place + begin * row.element_size())
+                row[: part.numel()].copy_(there, non_blocking=True)
             contributions = self._beginnings(bucket, begin)
-            self._unsummed = self._summing(bucket, contributions, part, self._squares[row], begin, wire=wire, rounded=False, add=add)
+            self._unsummed = self._summing(bucket, contributions, part, self._squares[squares], begin, wire=wire, rounded=False, add=add)
+
+    def _rows_of_others(self, dtype: torch.dtype) -> dict[int, torch.Tensor]:
+        """By rank, the nearest following one first: where copies put a piece of its contribution."""
+        if self._fetched is None:
+            longest = max(
+                min(bucket.shard_size, self._piece) * self._lent.get(bucket, bucket.grads).element_size() for bucket in self._number
+            )
+            self._fetched = torch.empty(self._axis.size - 1, longest, dtype=torch.uint8, device=self._device)
+        others = (*range(self._axis.rank + 1, self._axis.size), *range(self._axis.rank))
+        return dict(zip(others, self._fetched.view(dtype), strict=True))
 
     def _sum_fetched(self) -> None:
         if self._unsummed is not None:
@@ -179,10 +188,10 @@ class SharedMemory:
         """Where a bucket would begin whose numbers from `begin` on are what was fetched of each other rank; of this one where it does."""
         key = bucket, begin
         if key not in self._tables:
-            back = begin * bucket.grad_dtype.itemsize
-            table = [row.data_ptr() - back for row in self._fetched]
+            dtype = bucket.grads.dtype
+            table = {rank: row.data_ptr() - begin * dtype.itemsize for rank, row in self._rows_of_others(dtype).items()}
             table[self._axis.rank] = bucket.grads.data_ptr()
-            self._tables[key] = torch.tensor(table, dtype=torch.int64, device=self._device)
+            self._tables[key] = torch.tensor([table[rank] for rank in range(self._axis.size)], dtype=torch.int64, device=self._device)
         return self._tables[key]
 
     def _summing(
@@ -207,6 +216,7 @@ class SharedMemory:
             rank=self._axis.rank,
             wire=wire,
             rounded=rounded,
+            accumulated=bucket.grads.dtype,
             programs=self._programs,
             add=add,
             copies=self.addresses(bucket.grads) if self._everywhere else None,

@@ -36,24 +36,37 @@ def _name(handle: int) -> str:
     return f"gradient buffer {handle}"
 
 
-def opened(buffer: torch.Tensor) -> torch.Tensor:
-    """`buffer`, which gets its memory now if it has none (its `open` does that)."""
+def begun(buffer: torch.Tensor) -> bool:
+    """Whether something is in `buffer`, to which the caller must add; if it is `fresh`, the caller must write over it.
+
+    It gets its memory now if it has none (its `open` does that).
+    """
     if not buffer.numel() and (give_memory := getattr(buffer, "open", None)) is not None:
         give_memory()
-    return buffer
+    fresh = getattr(buffer, "fresh", False)
+    buffer.fresh = False  # type: ignore[attr-defined]
+    return not fresh
+
+
+def add_to(buffer: torch.Tensor, grad: torch.Tensor) -> None:
+    """Add `grad` to what is in `buffer`, if there is something."""
+    if begun(buffer):
+        buffer.add_(grad)
+    else:
+        buffer.copy_(grad)
 
 
 def add_weight_grad(buffer: torch.Tensor | None, grad_out: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
     """Add grad_out^T x ([T, N]^T [T, K] -> [N, K]) to `buffer` and return None; return it where there is no buffer."""
     if buffer is None:
         return grad_out.t().mm(x)
-    opened(buffer)
+    beta = int(begun(buffer))
     if buffer.dtype == x.dtype:
-        buffer.addmm_(grad_out.t(), x)
+        buffer.addmm_(grad_out.t(), x, beta=beta)
     elif x.is_cuda:  # bf16 operands, fp32 result: nothing is rounded on the way into the buffer
-        torch.addmm(buffer, grad_out.t(), x, out_dtype=buffer.dtype, out=buffer)
+        torch.addmm(buffer, grad_out.t(), x, out_dtype=buffer.dtype, beta=beta, out=buffer)
     else:
-        buffer.addmm_(grad_out.t().to(buffer.dtype), x.to(buffer.dtype))
+        buffer.addmm_(grad_out.t().to(buffer.dtype), x.to(buffer.dtype), beta=beta)
     return None
 
 
@@ -61,5 +74,5 @@ def add_grad(buffer: torch.Tensor | None, grad: torch.Tensor, dtype: torch.dtype
     """Add `grad` to `buffer` and return None; return it, in `dtype`, where there is no buffer."""
     if buffer is None:
         return grad.to(dtype)
-    opened(buffer).add_(grad)
+    add_to(buffer, grad)
     return None

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pymesh3d.dp.buckets import ALIGN, Bucket, make_buckets
+from pymesh3d.ops.accumulate import add_to
 from pymesh3d.placement import Part, Placement, place, placement_of
 from pymesh3d.triton_kernels.zero_reduce import TILE
 
@@ -64,6 +65,26 @@ def test_parameters_and_gradients_are_views_of_the_flat_buffers() -> None:
         bucket.show_weights(flat)
         bucket.show_grads(flat)
         assert [p.numel() for p in parameters] == [p.main_grad.numel() for p in parameters] == ([6, 5] if flat.numel() else [0, 0])  # type: ignore[attr-defined]
+
+
+@given(shapes=SHAPES, given=st.sets(st.integers(0, 7)), twice=st.integers(0, 7))
+@settings(max_examples=60, deadline=None)
+def test_fresh_memory_holds_what_was_added_and_zeros(shapes: list[tuple[int, ...]], given: set[int], twice: int) -> None:
+    """Whatever was in it: nothing of that stays, neither in padding nor where no gradient came."""
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    bucket = Bucket(parameters, shards=2, decay=True)
+    bucket.show_grads(torch.full((bucket.size,), torch.nan))
+    for _ in range(2):
+        bucket.freshen()
+        exact = torch.zeros(bucket.size)
+        for number, slot in enumerate(bucket.slots):
+            for count in range((number in given) + (number == twice)):
+                slot.of(exact).add_(number + count + 1.0)
+                add_to(slot.parameter.main_grad, torch.full(slot.shape, number + count + 1.0))  # type: ignore[attr-defined]
+        bucket.complete()
+        assert torch.equal(bucket.grads, exact)
+        bucket.complete()
+        assert torch.equal(bucket.grads, exact), "what is complete stays so"
 
 
 def test_accumulators_are_float32_or_finer() -> None:

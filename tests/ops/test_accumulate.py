@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -54,6 +55,32 @@ def test_microbatches_add_up_in_the_buffer(name: str, dtype: torch.dtype, buffer
         assert parameter.grad is None
         assert parameter.main_grad.dtype == buffer
         torch.testing.assert_close(parameter.main_grad.double(), exact[n], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    ("dtype", "buffer"), [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
+)
+def test_the_first_gradient_takes_the_place_of_what_has_no_meaning(name: str, dtype: torch.dtype, buffer: torch.dtype) -> None:
+    """And the second one is added to it: in memory that comes late, and is not a number before."""
+    layer, opened = LAYERS[name](dtype), []
+
+    def open_(parameter: nn.Parameter) -> None:
+        opened.append(parameter)
+        parameter.main_grad.data = torch.full_like(parameter, torch.nan, dtype=buffer)
+        parameter.main_grad.fresh = True
+
+    for parameter in layer.parameters():
+        parameter.main_grad = torch.empty(0, dtype=buffer)
+        parameter.main_grad.open = functools.partial(open_, parameter)
+    x = torch.arange(30) if name == "table" else torch.eye(16, dtype=dtype)
+    grad_y = torch.full((len(x), 24), 3.0, dtype=dtype)
+    for times in (1, 2):
+        layer(x).backward(grad_y)
+        for n, parameter in layer.named_parameters():
+            exact = 3.0 * times * (16 if n == "bias" else 1)
+            assert (parameter.main_grad == exact).all(), (n, times)
+    assert len(opened) == len(list(layer.parameters())), "each is given memory once"
 
 
 def test_a_layer_used_twice_adds_both() -> None:
