@@ -34,7 +34,7 @@ class Exchange(Protocol):
         """Begin to sum a bucket's gradients over the ranks: this rank's shard into `out`, or with `add` to what that has.
 
         `out` may be this rank's shard of the gradients themselves, which are lost. `beside`, alike on all ranks: there is a backward pass
-        meanwhile, of which most is still to come unless this is the `last` bucket.
+        meanwhile, which has gradients still to come unless this is among the `last`.
         """
 
     def finish(self) -> None:

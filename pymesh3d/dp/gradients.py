@@ -24,7 +24,7 @@ class InOrder:
     """Launches each of some buckets once, when its gradients have arrived, in one order on all ranks whichever is complete first."""
 
     def __init__(self, buckets: Sequence[Bucket], launch: Callable[[Bucket, bool], None]) -> None:
-        """`launch` gets a bucket, and whether it is the last."""
+        """`launch` gets a bucket, and whether no gradient is awaited any more."""
         self._buckets, self._launch = buckets, launch
         self._number = {id(slot.parameter): number for number, bucket in enumerate(buckets) for slot in bucket.slots}
         self.reset()
@@ -47,6 +47,7 @@ class InOrder:
 
     def close(self) -> None:
         """Launch all that have not been, complete or not, and begin again."""
+        self._missing = [set() for _ in self._buckets]
         while self._launched < len(self._buckets):
             self._launch_next()
         self.reset()
@@ -54,7 +55,7 @@ class InOrder:
     def _launch_next(self) -> None:
         bucket = self._buckets[self._launched]
         self._launched += 1
-        self._launch(bucket, self._launched == len(self._buckets))
+        self._launch(bucket, not any(self._missing[self._launched :]))
 
 
 class Gradients:

@@ -81,12 +81,12 @@ class SharedMemory:
         return self._on_all[flat.data_ptr()]
 
     def reserve(self, buckets: Sequence[Bucket]) -> None:
-        """See `Exchange`. There is room for the largest one, or for two of the usual size."""
+        """See `Exchange`. There is room for the largest one and one of the usual size: whichever comes next need not wait for the last."""
         if not buckets:
             return
         dtypes = [wire_of(bucket, self._wire) for bucket in buckets]
         sizes = [-(-bucket.size * dtype.itemsize // ALIGNED) * ALIGNED for bucket, dtype in zip(buckets, dtypes, strict=True)]
-        room = max(*sizes, 2 * int(statistics.median_low(sizes)))
+        room = max(sizes) + int(statistics.median_low(sizes))
         places, end = [], 0
         for size in sizes:
             begin = end if end + size <= room else 0

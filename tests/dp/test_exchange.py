@@ -287,7 +287,7 @@ def room() -> tuple[int, list[int], int]:
 
 
 @needs_kernels
-def test_there_is_room_for_the_largest_and_for_two_usual_ones(ranks: Ranks) -> None:
+def test_there_is_room_for_the_largest_and_a_usual_one(ranks: Ranks) -> None:
     tile = 2 * 2 * TILE  # of a bucket, in bytes, as bfloat16 is sent
     for after_close, places, flags in ranks(2, room):
         assert places == [0, tile, 0, 0, 2 * tile, 3 * tile], places

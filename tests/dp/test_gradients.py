@@ -52,16 +52,17 @@ def test_each_is_launched_once_and_in_order(data: st.DataObject, sizes: list[int
         coming = data.draw(st.permutations(everyone), label="order")
         coming = coming[: data.draw(st.integers(0, len(coming)), label="how many")]
         assert not any(order.launched(parameter) for _, parameter in everyone), "it begins anew"
-        missing = list(sizes)
+        missing, told = list(sizes), []
         for number, parameter in coming:
             order.arrived(parameter)
             order.arrived(nn.Parameter(torch.zeros(1)))  # of another module
             missing[number] -= 1
             complete = next((n for n, left in enumerate(missing) if left), len(sizes))
-            assert [n for n, _ in launched] == list(range(complete)), "those before the first that misses something"
+            told += [(n, not any(missing[n + 1 :])) for n in range(len(told), complete)]
+            assert launched == told, "those before the first that misses something, and whether something is missing after them"
             assert [order.launched(parameter) for _, parameter in everyone] == [n < complete for n, _ in everyone]
         order.close()
-        assert launched == [(n, n == len(sizes) - 1) for n in range(len(sizes))], "all once, and the last is told"
+        assert launched == told + [(n, True) for n in range(len(told), len(sizes))], "all once; nothing comes any more"
         launched.clear()
 
 
@@ -167,7 +168,8 @@ def test_all_passes_of_all_ranks_are_summed(ranks: Ranks, stage: int, once: bool
 
 
 def launches(stage: int) -> list[list[str]]:
-    """What happens in passes and steps: a layer's input gets its gradient (B), a bucket of the layer is reduced (R, or L for the last)."""
+    """What happens in passes and steps: a layer's input gets its gradient (B), a bucket of the layer is reduced (R, or L when no
+    gradient is awaited any more)."""
     mesh = init_mesh(device="cpu")
     model, said = Chain(), list[str]()
     zero = zero_over(model, mesh, stage, units=[])
@@ -208,23 +210,23 @@ def launches(stage: int) -> list[list[str]]:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_buckets_are_launched_while_the_last_pass_computes(ranks: Ranks, stage: int) -> None:
     """As their layers are done, from the last to the first; else when `step` begins, and then not beside a pass."""
-    at_end, late = "R3! R2! R1! L0!", "Rlate!"
+    at_end, late = "L3! L2! L1! L0!", "Rlate!"
     for plain, last, unused, told in ranks(2, launches, stage):
         assert " ".join(plain) == f"B3 B2 B1 | B3 B2 B1 | {at_end} {late}"
         places = {text: last.index(text) for text in ("R3", "R2", "R1", "L0")}
         assert list(places.values()) == sorted(places.values()), "in order"
         again = len(last) - 1 - last[::-1].index("B1")
         assert places["R3"] < again and places["R2"] < again and last[places["L0"] + 1] == "|", "while the pass computes, all by its end"
-        assert " ".join(text for text in unused if text[0] != "B") == f"| R3 | R2 R1 L0 {late}", "nothing before what has no gradient"
-        assert " ".join(text for text in told if text[0] != "B") == f"| R3 R2 R1 L0 | {late}", "complete at its end, however"
+        assert " ".join(text for text in unused if text[0] != "B") == f"| R3 | L2 L1 L0 {late}", "nothing before what has no gradient"
+        assert " ".join(text for text in told if text[0] != "B") == f"| R3 L2 L1 L0 | {late}", "complete at its end, however"
 
 
 def test_every_pass_is_summed_in_stage_2(ranks: Ranks) -> None:
     """While it computes; sums of further passes are added. Vectors come at the end."""
     for found in ranks(2, launches, 2):
-        for step in found:
+        for step, waiting in zip(found, "RRLL", strict=True):  # in the last two for layer 2, until the pass ends
             texts = [text for text in step if text[0] != "B"]
-            assert " ".join(texts) == "R3 R2 R1 L0 | R3+ R2+ R1+ L0+ | Rlate!", texts
+            assert " ".join(texts) == f"R3 {waiting}2 {waiting}1 L0 | R3+ {waiting}2+ {waiting}1+ L0+ | Rlate!", texts
         first = found[0]
         assert first.index("R3") < first.index("B1") and first.index("R2") < first.index("|")
 
