@@ -13,7 +13,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from ..models.llama import Llama
 from ..planner.hardware import peak_flops
 from ..planner.model import flops_per_token
 from . import report
+from .timing import wall_seconds
 
 WARM, TIMED = 4, 8
 SEQUENCES = 8  # in a step, for each rank of the mesh
@@ -120,13 +120,7 @@ def measure(model: ModelConfig, case: dict[str, Any]) -> report.Row:
 
 def step_time(engine: Engine, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
     """Seconds of a step, from device to device."""
-    if engine.mesh.device.type == "cuda":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    engine.train_step(batch)
-    if engine.mesh.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return wall_seconds(lambda: engine.train_step(batch), engine.mesh.device.type)
 
 
 def shares(engine: Engine, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:

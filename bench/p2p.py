@@ -25,6 +25,7 @@ from ..errors import ConfigError
 from ..launch import launch
 from ..mesh import Mesh, init_mesh
 from . import report
+from .timing import barrier
 
 ROUNDS = 24
 WARM = 5  # transfers before the clock starts: a GPU that was idle takes its first launches slowly, and stages never wait
@@ -78,7 +79,7 @@ def exchange_by_torch(line: Axis, to: int | None, source: int | None, data: torc
 def timed(run: Callable[[], object], mesh: Mesh, iterations: int) -> tuple[float, float]:
     """Microseconds of one run, of the device and of the host, the largest over ranks."""
     on_gpu = mesh.device.type == "cuda"
-    dist.barrier()
+    barrier(mesh)
     for _ in range(WARM):
         run()
     if on_gpu:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from rich.progress import track
 
 from ..axis import Axis
@@ -29,7 +28,7 @@ from ..mesh import Mesh, init_mesh
 from ..ops.choose import IMPLEMENTATIONS, can, keep
 from ..ops.fused import FUSED
 from . import picture, report
-from .timing import captured, milliseconds
+from .timing import barrier, captured, milliseconds
 
 TOKENS = {"cuda": (512, 2048, 8192, 16384), "cpu": (32,)}
 COLUMN = ("qkv", "up", "head")  # layers that gather tokens before their product; others scatter them after it. Backward it is the reverse
@@ -167,7 +166,7 @@ def _medians(runs: dict[str, Callable[[], object]], mesh: Mesh, mode: str, repea
     if mode == "graph":
         calls = {name: captured(call) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
-    dist.barrier()
+    barrier(mesh)
     for _ in range(rounds + 1):
         for name, call in calls.items():
             times[name].append(milliseconds(call, mesh.device.type, head_start=False) / repeats * 1e3)

@@ -122,6 +122,52 @@ def products(record: Mapping[str, Any]) -> str:
     return f"{_markdown(head, rows)}\n\n{means}. {source}"
 
 
+def zero_step(record: Mapping[str, Any]) -> str:
+    """The part of a step after backward: sums, AdamW and new parameters (bench/zero_step.py)."""
+    columns = {
+        "floor_us": "floor, us",
+        "serial_us": "NCCL, us",
+        "overlapped_us": "NCCL by buckets, us",
+        "one_pass_us": "ours, us",
+        "clipped_us": "ours, clipped, us",
+    }
+    rows = [
+        [
+            f"{row['parameters_mi']:,.0f} Mi" + (", in a graph" if row["mode"] == "graph" else ""),
+            *(f"{row[key]:,.0f}" for key in columns),
+            f"{row['of_overlapped']:.2f}",
+        ]
+        for row in record["rows"]
+    ]
+    table = _markdown(["parameters", *columns.values(), "speed, NCCL by buckets = 1"], rows)
+    return f"{table}\n\nOver {record['rows'][0]['ranks']} ranks. {_source(record)}; `pymesh3d bench zero_step`."
+
+
+def zero_train(record: Mapping[str, Any]) -> str:
+    """Steps by ZeRO's stages and by FSDP2, and a line about what stage 1 hides (bench/zero_train.py)."""
+    rows = [
+        [
+            row["case"],
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['step_ms']:,.1f}",
+            *((f"{row['speed']:.3f}", row["against"].removeprefix("FSDP2, ")) if "speed" in row else ("", "")),
+            f"{row['state_gib']:.2f}",
+            *((f"{row['table_gib']:.2f}", f"{row['of_table']:.3f}") if "table_gib" in row else ("", "")),
+        ]
+        for row in record["rows"]
+        if row["name"] != "hidden"
+    ]
+    head = ["", "tokens/s a GPU", "ms a step", "speed, FSDP2 = 1", "which FSDP2", "GiB kept", "GiB by the table", "kept, table = 1"]
+    hidden = [
+        f"Stage 1 hides {row['hidden']:.0%} of its sum over ranks, which alone takes {row['sum_ms']:.1f} ms. "
+        for row in record["rows"]
+        if row["name"] == "hidden"
+    ]
+    sizes = f"{record['global_batch']} sequences of {record['seq']:,} tokens a step, {record['micro_batch']} a microbatch"
+    how = f"Medians of {record['timed_steps']} steps; model {record['model']}, {sizes}, bfloat16{', compiled' * record['compile']}."
+    return f"{_markdown(head, rows)}\n\n{''.join(hidden)}{how} {_source(record)}; `pymesh3d bench zero_train`."
+
+
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {  # the file in RESULTS, and what makes a table of it
     "train": ("train.json", train),
     "check": ("check-cpu-world8-all.json", check),
@@ -131,6 +177,8 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {  # the file in RESULTS, 
     "matmul_reduce_scatter": ("matmul_reduce_scatter-2xH200.json", products),
     "matmul_all_reduce": ("matmul_all_reduce-2xH200.json", products),
     "model": ("model-2xH200.json", model),
+    "zero_step": ("zero_step-2xH200.json", zero_step),
+    "zero_train": ("zero_train-2xH200.json", zero_train),
 }
 
 

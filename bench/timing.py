@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from ..mesh import Mesh
 from . import report
 
 ROUNDS = 10
@@ -63,3 +65,19 @@ def milliseconds(run: Callable[[], object], device: str, *, head_start: bool = T
     end.record()
     end.synchronize()
     return begin.elapsed_time(end)
+
+
+def wall_seconds(run: Callable[[], object], device: str) -> float:
+    """Of one run, from an idle device to an idle device, with the host's share."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def barrier(mesh: Mesh) -> None:
+    """All ranks go on together. Torch warns where it is not told which GPU to use."""
+    dist.barrier(device_ids=None if mesh.device.index is None else [mesh.device.index])

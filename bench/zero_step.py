@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..comm.agree import exchange_numbers
@@ -22,7 +21,7 @@ from ..triton_kernels.signals import Counters, meet
 from ..triton_kernels.zero_reduce import TILE, reduce_shard
 from ..triton_kernels.zero_step import AdamW, update
 from . import report
-from .timing import captured, milliseconds
+from .timing import barrier, captured, milliseconds
 
 MI = 2**20
 NUMBERS = {"cuda": (64 * MI, 512 * MI, 1024 * MI, 2048 * MI), "cpu": (2**14,)}  # parameters of a model
@@ -152,7 +151,7 @@ def medians(runs: dict[str, Callable[[], object]], mesh: Mesh) -> dict[str, floa
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(ROUNDS[mesh.device.type] + 1):  # the first compiles and warms up
         for name, run in runs.items():
-            dist.barrier()
+            barrier(mesh)
             times[name].append(milliseconds(run, mesh.device.type) * 1e3)
     found = torch.tensor([statistics.median(taken[1:]) for taken in times.values()], dtype=torch.float64)
     return dict(zip(times, exchange_numbers(found, mesh, "comparing times").amax(0).tolist(), strict=True))

@@ -47,8 +47,13 @@ BENCHMARKS = (
     "swiglu",
     "train",
     "zero_step",
+    "zero_train",
 )
 PRODUCTS = ("all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter")  # that talk to other ranks
+OPTIONS = {  # of `bench`: what has them
+    **dict.fromkeys(("tp", "shapes", "out", "tune"), PRODUCTS),
+    **dict.fromkeys(("cases", "compile"), ("zero_train",)),
+}
 RANKS_OF_A_CORE = 32  # at most: more than that is a slip of the pen
 NOT_YET = {  # option: what it can be, what it cannot be yet, and what to do instead
     "schedule": (
@@ -122,7 +127,7 @@ def parser() -> argparse.ArgumentParser:
         "the plain matrix product; model: steps of a 1B model (without GPUs: of a tiny one) on the layouts of the GPUs here, and where "
         "their time goes; p2p: sends and receives between stages; philox: the kernel that makes random numbers; rms_norm, rotary, swiglu: "
         "what a layer does between its matrix products; train: the loss curves and speed of every layout of the GPUs here; zero_step: the "
-        "sum of gradients, AdamW, and the new parameters to all ranks",
+        "sum of gradients, AdamW, and the new parameters to all ranks; zero_train: steps of that model by ZeRO's stages and by FSDP2",
     )
     bench.add_argument("--json", type=_name, metavar="FILE", help="write the results as JSON; of several, each as FILE-NAME.json")
     products = bench.add_argument_group("of products that talk to other ranks")
@@ -130,6 +135,9 @@ def parser() -> argparse.ArgumentParser:
     products.add_argument("--shapes", default="", metavar="NAMES", help="models, with commas between them (default: 1b,llama-8b,llama-70b)")
     products.add_argument("--out", type=_name, metavar="FILE", help="draw the times (.png, .svg or .pdf)")
     products.add_argument("--tune", action="store_true", help="let the layers choose on this machine what was the fastest")
+    zero = bench.add_argument_group("of zero_train")
+    zero.add_argument("--cases", default="", metavar="NAMES", help="as stage1,fsdp-each, with commas between them (default: all)")
+    zero.add_argument("--compile", action="store_true", help="compile each layer with torch.compile")
     here = commands.add_parser("env", help="what this machine has, what is missing, and what runs instead")
     here.add_argument("--json", type=_name, metavar="FILE", help="write it as JSON")
     return top
@@ -348,11 +356,13 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     """Run what is asked for, one after the other; the first status that is not 0, if any. Files of several have their names added."""
-    given = {"tp": args.tp, "shapes": args.shapes, "out": args.out, "tuning": args.tune}
-    given = {key: value for key, value in given.items() if value}
-    if given and (others := [name for name in args.names if name not in PRODUCTS]):
-        option = next(iter(given)).replace("tuning", "tune")
-        raise ConfigError(f"bench {others[0]} --{option}", f"only {', '.join(PRODUCTS)} have that", "Leave it out")
+    given = {name: value for name in OPTIONS if (value := getattr(args, name))}
+    for option in given:
+        if others := [name for name in args.names if name not in OPTIONS[option]]:
+            have = f"only {', '.join(OPTIONS[option])} {'has' if len(OPTIONS[option]) == 1 else 'have'} that"
+            raise ConfigError(f"bench {others[0]} --{option}", have, "Leave it out")
+    if given.pop("tune", False):
+        given["tuning"] = True
     require_picture("--out", args.out)
     failed = 0
     for name in dict.fromkeys(args.names):
