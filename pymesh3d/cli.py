@@ -205,6 +205,11 @@ def _train(one: argparse.ArgumentParser) -> None:
         help="keep of the master weights only the 16 bits that bfloat16 parameters lack",
     )
     how.add_argument(
+        "--optimizer-offload",
+        action="store_true",
+        help="keep master weights and optimizer state in the CPU's memory, from where each step takes them through the GPU",
+    )
+    how.add_argument(
         "--accumulate-dtype",
         type=full_dtype,
         metavar="DTYPE",

@@ -233,9 +233,10 @@ class TrainConfig:
     attention and feed-forward add, that is zeroed at random. `lr`, `weight_decay` (of matrices only), `betas`, `eps`: AdamW's. `max_norm`:
     what the gradient norm is clipped to (None: never). `dtype`, one of `DTYPES`: of parameters and activations; master weights are float32
     at least. `accumulate_dtype`: of the gradients that microbatches add up (None: as master weights).
-    `param_remainders`: keep of the masters of bfloat16 parameters only the 16 bits that these lack. `reduce_dtype`: what gradients are
-    rounded to when dp ranks exchange them (None: `dtype`). `seed`: of initial weights, order
-    of the data, and dropout. `vocab_multiple`: the vocabulary is padded to a multiple of tp times this.
+    `param_remainders`: keep of the masters of bfloat16 parameters only the 16 bits that these lack. `optimizer_offload`: keep masters and
+    optimizer state in the CPU's memory, from where each step takes them through the GPU. `reduce_dtype`: what gradients are rounded to when
+    dp ranks exchange them (None: `dtype`). `seed`: of initial weights, order of the data, and dropout. `vocab_multiple`: the vocabulary is
+    padded to a multiple of tp times this.
     """
 
     seq: int = 128
@@ -258,6 +259,7 @@ class TrainConfig:
     dtype: str = "float32"
     accumulate_dtype: str | None = None
     param_remainders: bool = False
+    optimizer_offload: bool = False
     reduce_dtype: str | None = None
     seed: int = 0
     vocab_multiple: int = 128
@@ -274,10 +276,11 @@ class TrainConfig:
             raise ConfigError(f"dtype={self.dtype!r}", rule, "Use dtype='bfloat16': same size, no scaling")
         self._one_of("dtype", DTYPES)
         self._check_gradient_dtypes()
-        for name in ("sequence_parallel", "compile", "param_remainders"):
+        for name in ("sequence_parallel", "compile", "param_remainders", "optimizer_offload"):
             require_flag(name, getattr(self, name))
         if self.zero_once_a_step is not None:
             require_flag("zero_once_a_step", self.zero_once_a_step)
+        self._check_masters()
         self._check_passes()
         if self.compile and self.recompute == "selective":
             rule = "the compiler decides itself what a layer keeps"
@@ -313,9 +316,16 @@ class TrainConfig:
                     f"Use {name}={limit!r}",
                 )
 
+    def _check_masters(self) -> None:
         if self.param_remainders and self.dtype != "bfloat16":
             rule = "only bfloat16 parameters lack the 16 bits that are kept for them"
             raise ConfigError(f"param_remainders=True, dtype={self.dtype!r}", rule, "Use dtype='bfloat16', or param_remainders=False")
+        if self.optimizer_offload and self.param_remainders:
+            rule = "remainders are of the parameters, on the GPU"
+            raise ConfigError("optimizer_offload=True, param_remainders=True", rule, "Use param_remainders=False")
+        if self.optimizer_offload and self.dtype == "float64":
+            rule = "only float32 masters are taken through the GPU in pieces"
+            raise ConfigError("optimizer_offload=True, dtype='float64'", rule, "Use dtype='float32', or optimizer_offload=False")
 
     def _check_passes(self) -> None:
         """Refuse to sum gradients with every microbatch where a backward pass does not go through the whole rank."""

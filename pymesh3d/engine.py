@@ -105,6 +105,7 @@ def parallelize(model: Llama, mesh: Mesh, config: TrainConfig | None = None, *, 
         reduce_dtype=DTYPES[config.reduce_dtype] if config.reduce_dtype else None,
         accumulate_dtype=DTYPES[config.accumulate_dtype] if config.accumulate_dtype else None,
         param_remainders=config.param_remainders,
+        offload=config.optimizer_offload,
         once_a_step=mesh.pp.size > 1 if config.zero_once_a_step is None else config.zero_once_a_step,
     )
     return Engine(model, mesh, config, zero)

@@ -114,6 +114,16 @@ BAD: dict[str, tuple[Callable[[], object], list[str], Callable[[], object]]] = {
         ["zero_stage=2, zero_once_a_step=False, schedule='interleaved'", "all that a rank holds at once", "zero_once_a_step=True"],
         lambda: TrainConfig(zero_stage=2, zero_once_a_step=True, schedule="interleaved", virtual_pp=2),
     ),
+    "offloaded remainders": (
+        lambda: TrainConfig(dtype="bfloat16", optimizer_offload=True, param_remainders=True),
+        ["optimizer_offload=True, param_remainders=True", "remainders are of the parameters", "param_remainders=False"],
+        lambda: TrainConfig(dtype="bfloat16", optimizer_offload=True),
+    ),
+    "offloaded float64": (
+        lambda: TrainConfig(dtype="float64", optimizer_offload=True),
+        ["optimizer_offload=True, dtype='float64'", "only float32 masters", "dtype='float32', or optimizer_offload=False"],
+        lambda: TrainConfig(dtype="float32", optimizer_offload=True),
+    ),
     "wide wire": (
         lambda: TrainConfig(dtype="bfloat16", accumulate_dtype="bfloat16", reduce_dtype="float32"),
         ["reduce_dtype='float32', accumulate_dtype='bfloat16'", "cannot be wider", "reduce_dtype='bfloat16'"],

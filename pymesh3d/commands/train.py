@@ -61,7 +61,16 @@ class Job:
     def about(self, corpus: Corpus) -> dict[str, Any]:
         """What must be the same for a checkpoint to be resumed, the data among it."""
         optimizer = ("lr", "weight_decay", "betas", "eps", "max_norm")
-        choices = ("compile", "recompute", "schedule", "micro_batch", "dropout", "zero_once_a_step", "param_remainders")
+        choices = (
+            "compile",
+            "recompute",
+            "schedule",
+            "micro_batch",
+            "dropout",
+            "zero_once_a_step",
+            "param_remainders",
+            "optimizer_offload",
+        )
         free = ("steps", *optimizer, *choices)
         train = {key: value for key, value in dataclasses.asdict(self.train).items() if key not in free}
         data = f"{corpus.description} ({corpus.tokens.size} tokens)"

@@ -51,7 +51,7 @@ class Masters:
             raise ConfigError(f"param_remainders=True, parameters of {', '.join(map(str, others))}", rule, "Use param_remainders=False")
         self._remainders = [torch.zeros_like(part.weights, dtype=torch.int16) for part in parts] if remainders else []
         dtypes = [part.weights.dtype if remainders else part.bucket.master_dtype for part in parts]
-        self.values = [nn.Parameter(part.weights.to(dtype), requires_grad=True) for part, dtype in zip(parts, dtypes, strict=True)]
+        self.values = [nn.Parameter(self._made_of(part.weights, dtype)) for part, dtype in zip(parts, dtypes, strict=True)]
         groups: dict[bool, list[nn.Parameter]] = {}
         for value, part in zip(self.values, parts, strict=True):
             groups.setdefault(part.bucket.decay, []).append(value)
@@ -69,6 +69,11 @@ class Masters:
             rule = "only steps of torch's own AdamW, Adam and SGD, without amsgrad and such, are taken on remainders"
             raise ConfigError(f"param_remainders=True with a {type(self.optimizer).__name__}", rule, "Use param_remainders=False")
 
+    @staticmethod
+    def _made_of(weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Masters with the values of weights."""
+        return weights.to(dtype)
+
     @property
     def by_rules(self) -> bool:
         """Whether `update` is ours, and not torch's: then a `scale` of NaN changes nothing, and `confirm` must say whether it was one."""
@@ -85,11 +90,14 @@ class Masters:
         self.take_over_written()
         if self.by_rules:
             if scale is None:
-                scale = torch.ones((), dtype=torch.float64, device=self.values[0].device)
+                scale = torch.ones((), dtype=torch.float64, device=self._parts[0].weights.device)
             (self._update_by_kernels if self.by_kernels else self._update_remainders)(grads, scale)
             return
         if scale is not None and grads:
             torch._foreach_mul_(list(grads), scale.to(max((grad.dtype for grad in grads), key=lambda dtype: dtype.itemsize)))
+        self._update_by_torch(grads)
+
+    def _update_by_torch(self, grads: Sequence[torch.Tensor]) -> None:
         for value, grad in zip(self.values, grads, strict=True):
             value.grad = grad.to(value.dtype)
         try:

@@ -7,9 +7,10 @@ same numbers in the same order.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -22,6 +23,7 @@ from pymesh3d.dp.exchange import Collectives
 from pymesh3d.dp.gradients import Gradients
 from pymesh3d.dp.masters import Masters, Optimizer, Part
 from pymesh3d.dp.norm import clip_factor
+from pymesh3d.dp.offload import OffloadedMasters
 from pymesh3d.dp.shared import SharedMemory
 from pymesh3d.dp.trained import agree_on, trained_parameters
 from pymesh3d.dp.units import Unit, Units, find_units
@@ -63,9 +65,10 @@ class Zero:
     place of the optimizer's own, for matrices only. Gradients are added up in `accumulate_dtype` (default: float32, float64 for float64).
     `reduce_dtype` is what a rank's contribution is rounded to, once, before it is sent (default: the parameters' dtype). With
     `param_remainders` only what bfloat16 parameters lack of their masters is kept, 2 bytes in place of 4, under torch's AdamW, Adam and
-    SGD. `kernels`: whether ranks read each other's memory by kernels, which also take the steps of these three (default: on GPUs whose
-    dp ranks are in one NVLink domain). All values become those of the first dp rank. Raises ConfigError for what it cannot use,
-    DistributedError where ranks have different modules.
+    SGD. With `offload` masters and the state of these three are in the CPU's memory, and pass through the GPU in each step, with the same
+    bits; what holds them on the GPU during a step does not grow with the model. `kernels`: whether ranks read each other's memory by
+    kernels, which also take the steps of these three (default: on GPUs whose dp ranks are in one NVLink domain). All values become those
+    of the first dp rank. Raises ConfigError for what it cannot use, DistributedError where ranks have different modules.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Zero:
         units: Iterable[nn.Module] | None = None,
         once_a_step: bool = False,
         param_remainders: bool = False,
+        offload: bool = False,
         kernels: bool | None = None,
     ) -> None:
         if stage not in STAGES or isinstance(stage, bool):
@@ -114,7 +118,8 @@ class Zero:
         self._place_weights(modules, once_a_step)
         self._gradients = Gradients(self.buckets, mesh, self._exchange, everywhere=stage == 0, each=stage >= 2 and not once_a_step)
         parts = [self._part(bucket) for bucket in self.buckets]
-        self._masters = Masters(parts, optimizer, weight_decay, kernels=kernels, remainders=param_remainders)
+        make: Callable[..., Masters] = functools.partial(OffloadedMasters, axis=mesh.all) if offload else Masters
+        self._masters = make(parts, optimizer, weight_decay, kernels=kernels, remainders=param_remainders)
 
     def _place_weights(self, modules: list[nn.Module], once_a_step: bool) -> None:
         """Move the parameters into flat memory: whole, or in shards those of `modules`."""

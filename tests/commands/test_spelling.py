@@ -62,9 +62,9 @@ def test_every_field_of_the_command_line_is_found_under_its_option() -> None:
 def test_options_are_the_parsers_own() -> None:
     """Each spelling is one that the parser understands."""
     given = {**fields_of(TrainConfig, TRAIN), **fields_of(Layout, TRAIN), "dp": 4, "reduce_dtype": "float64", "virtual_pp": 2}
-    given |= {"accumulate_dtype": "float32", "zero_once_a_step": True}
+    given |= {"accumulate_dtype": "float32", "zero_once_a_step": True, "optimizer_offload": True}
     words = [[option_of(field)] if isinstance(value, bool) else [option_of(field), str(value)] for field, value in given.items()]
     args = parser().parse_args(["train", *itertools.chain.from_iterable(words)])
     assert (args.dp, args.reduce_dtype, args.compile, args.micro_batch_size) == (4, "float64", True, TrainConfig().micro_batch)
-    assert args.virtual_pp == 2 and args.accumulate_dtype == "float32" and args.zero_once_a_step is True
+    assert args.virtual_pp == 2 and args.accumulate_dtype == "float32" and args.zero_once_a_step is True and args.optimizer_offload is True
     assert parser().parse_args(["train", "--no-zero-once-a-step"]).zero_once_a_step is False

@@ -266,7 +266,7 @@ def test_another_run_is_refused_by_what_differs(ranks: Ranks, text: str, tmp_pat
     said = f"corpus_digest={digest_of(more)!r}: it was written by a run on other data of the same name and size, {digest}. Give the data as"
     assert str(caught.value) == f"resume={str(tmp_path)!r} with {said} they were, or begin anew in another folder"
     free = {"steps": 2, "lr": 0.5, "schedule": "gpipe", "micro_batch": 2, "recompute": "full", "max_norm": None, "weight_decay": 0.0}
-    free |= {"zero_once_a_step": True}
+    free |= {"zero_once_a_step": True, "optimizer_offload": True}
     ranks(1, run, job(text, free, resume=str(tmp_path)))  # what may change does
 
 
