@@ -7,8 +7,9 @@ microbatches as precisely, in float32.
 Memory is what is in use after a step, above what there was before a case was built, so without activations; `table` is what it must be by
 the README's table, with the bucket that is lent to backward passes. What stage 3 gathers is gone by then and stands apart.
 
-How much of the sum over ranks stage 1 hides behind backward: of the time that it takes alone, after backward, the share by which a step
-is longer then.
+How much of the sum over ranks stage 1 hides under backward: of the time from the end of backward to that of the sum where this begins
+then, the share that is gone where the sum goes on beside backward. It is not free there: it takes memory, and power. By how much a step is
+longer than one without any sum stands beside it.
 """
 
 from __future__ import annotations
@@ -65,8 +66,10 @@ COLUMNS = {
     "peak_gib": ("GiB\nat most", ".2f"),
     "beside_ms": ("ms, summed\nin backward", ",.1f"),
     "after_ms": ("ms, summed\nafter it", ",.1f"),
-    "sum_ms": ("ms of\nthat sum", ",.2f"),
+    "sum_ms": ("ms of sum\nafter it", ",.2f"),
+    "left_ms": ("ms left\nafter it", ",.2f"),
     "hidden": ("hidden", ".0%"),
+    "longer_ms": ("ms longer\nby the sum", ",.2f"),
 }
 
 
@@ -241,14 +244,6 @@ def gathered_bytes(stage: int, model: ModelConfig) -> int:
     return 2 * 2 * layer_parameters(model) if stage == 3 else 0
 
 
-def hidden_share(*, beside: float, after: float, alone: float) -> float:
-    """Of a sum that takes `alone`, the share that costs a step nothing: steps take `beside` with it in backward, `after` behind it.
-
-    A step without any sum takes after - alone, so this is 1 - (beside - without) / (after - without).
-    """
-    return (after - beside) / alone
-
-
 def in_use(mesh: Mesh) -> int:
     """Bytes of this rank's GPU that hold something."""
     gc.collect()
@@ -314,22 +309,27 @@ def measure(job: Job, names: Sequence[str]) -> list[report.Row]:
         if mesh.rank == 0:
             print(f"{CASES[name]}: loss {built[name].losses[-1]:.4f}", flush=True)
     runs: dict[str, Callable[[], object]] = {name: one.case.step for name, one in built.items()}
-    alone: list[float] = []
+    behind: dict[bool, list[float]] = {True: [], False: []}  # ms of sums after backward, by whether they had gone on beside it
     if "stage1" in built:
         stage1 = built["stage1"].case
         assert isinstance(stage1, Ours), "stages are ours"
-        runs["beside"] = lambda: stage1.step_in_parts(beside=True)
-        runs["after"] = lambda: alone.append(stage1.step_in_parts(beside=False))
+        runs["beside"] = lambda: behind[True].append(stage1.step_in_parts(beside=True))
+        runs["after"] = lambda: behind[False].append(stage1.step_in_parts(beside=False))
     times = in_turns(runs, mesh)
     medians = {name: statistics.median(taken) for name, taken in times.items()}
     rows = [_row(job, name, one, times[name], medians) for name, one in built.items()]
-    if alone:
+    if "stage1" in built:
         # The rank that ends backward last waits for nobody: what it needs is the sum's own time.
-        spent = statistics.median(_over_ranks(alone, mesh).amin(0).tolist())
-        of_stage1 = {"beside_ms": medians["beside"], "after_ms": medians["after"], "sum_ms": spent}
-        share = hidden_share(beside=medians["beside"], after=medians["after"], alone=spent)
-        rows.append({"case": "ZeRO 1, its sum over ranks", "name": "hidden", **of_stage1, "hidden": share})
+        left, whole = (statistics.median(_over_ranks(behind[beside], mesh).amin(0).tolist()) for beside in (True, False))
+        rows.append({"case": "ZeRO 1, its sum over ranks", "name": "hidden", **shares(medians["beside"], medians["after"], left, whole)})
     return rows
+
+
+def shares(beside: float, after: float, left: float, whole: float) -> dict[str, float]:
+    """Of steps of `beside` and `after` ms, in which a sum over ranks goes on beside backward or after it, and of what of it comes after
+    backward, `left` and `whole` ms: a step without any takes after - whole."""
+    longer = beside - (after - whole)
+    return {"beside_ms": beside, "after_ms": after, "sum_ms": whole, "left_ms": left, "hidden": 1 - left / whole, "longer_ms": longer}
 
 
 def _row(job: Job, name: str, built: Built, times: Sequence[float], medians: dict[str, float]) -> report.Row:

@@ -30,8 +30,8 @@ using pymesh3d::Nccl;
 using pymesh3d::NcclOptions;
 using pymesh3d::Piece;
 using pymesh3d::Probe;
+using pymesh3d::Steps;
 using pymesh3d::Stream;
-using pymesh3d::Target;
 using pymesh3d::UniqueId;
 
 namespace {
@@ -82,7 +82,6 @@ std::unique_ptr<Kernel> make_kernel(std::shared_ptr<const Gpu> gpu, std::uintptr
   return std::make_unique<Kernel>(std::move(gpu), function, programs, threads, shared_bytes, as_arguments(arguments));
 }
 
-// `targets`: where each piece goes, and its flag.
 void tell(const Gpu& gpu, pymesh3d::Stream stream, const std::vector<std::uintptr_t>& flags, std::uint32_t value) {
   const py::gil_scoped_release released;
   for (const std::uintptr_t flag : flags) gpu.tell(stream, flag, value);
@@ -91,14 +90,6 @@ void tell(const Gpu& gpu, pymesh3d::Stream stream, const std::vector<std::uintpt
 void wait_until(const Gpu& gpu, pymesh3d::Stream stream, const std::vector<std::uintptr_t>& flags, std::uint32_t value) {
   const py::gil_scoped_release released;
   for (const std::uintptr_t flag : flags) gpu.wait_until(stream, flag, value);
-}
-
-void start_copies(Copier& copier, std::uintptr_t source, std::size_t bytes,
-                  const std::vector<std::pair<std::uintptr_t, std::uintptr_t>>& targets, std::uint32_t value, Stream stream) {
-  std::vector<Target> places;
-  for (const auto& [memory, flag] : targets) places.push_back({memory, flag});
-  const py::gil_scoped_release released;
-  copier.start({source, bytes}, places, value, stream);
 }
 
 }  // namespace
@@ -144,9 +135,16 @@ PYBIND11_MODULE(_C, module) {
            py::arg("arguments"))
       .def("start", &Kernel::start, py::arg("stream"), py::arg("addresses"), NoGil());
 
-  py::class_<Copier>(module, "Copier", "Copies of one piece of memory to several places, by the copy engines.")
+  py::class_<Steps>(module, "Steps", "What a copier does, one after the other.")
+      .def(py::init())
+      .def("copy", &Steps::copy, py::arg("to"), py::arg("source"), py::arg("bytes"))
+      .def("tell", &Steps::tell, py::arg("flag"))
+      .def("wait_until", &Steps::wait_until, py::arg("flag"));
+
+  py::class_<Copier>(module, "Copier", "A stream for copies, by the copy engines.")
       .def(py::init<std::shared_ptr<const Gpu>>(), py::arg("gpu"))
-      .def("start", &start_copies, py::arg("source"), py::arg("bytes"), py::arg("targets"), py::arg("value"), py::arg("stream"))
+      .def_property_readonly("stream", &Copier::stream)
+      .def("start", &Copier::start, py::arg("steps"), py::arg("value"), py::arg("stream"), NoGil())
       .def("join", &Copier::join, py::arg("stream"), NoGil());
 
   // Opening a library reads files and runs its constructors, which may take long.

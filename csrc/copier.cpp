@@ -4,6 +4,18 @@
 
 namespace pymesh3d {
 
+void Steps::enqueue(const Gpu& gpu, Stream stream, std::uint32_t value) const {
+  for (const auto& step : steps_) {
+    if (const auto* copy = std::get_if<Copy>(&step)) {
+      gpu.copy(stream, copy->to, copy->from, copy->bytes);
+    } else if (const auto* tell = std::get_if<Tell>(&step)) {
+      gpu.tell(stream, tell->flag, value);
+    } else {
+      gpu.wait_until(stream, std::get<Wait>(step).flag, value);
+    }
+  }
+}
+
 Copier::Copier(std::shared_ptr<const Gpu> gpu) : gpu_(std::move(gpu)), context_(gpu_->context()), stream_(gpu_->create_stream()) {
   try {
     event_ = gpu_->create_event();
@@ -18,15 +30,12 @@ Copier::~Copier() {
   gpu_->destroy_stream(stream_);
 }
 
-void Copier::start(Piece source, const std::vector<Target>& targets, std::uint32_t value, Stream stream) {
+void Copier::start(const Steps& steps, std::uint32_t value, Stream stream) {
   gpu_->use_if_none(context_);
   const std::lock_guard<std::mutex> lock(mutex_);
   gpu_->record(event_, stream);
   gpu_->wait(stream_, event_);  // on what the event stands for now: it is free again at once
-  for (const Target& target : targets) {
-    gpu_->copy(stream_, target.memory, source.data, source.bytes);
-    if (target.flag) gpu_->tell(stream_, target.flag, value);
-  }
+  steps.enqueue(*gpu_, stream_, value);
 }
 
 void Copier::join(Stream stream) {

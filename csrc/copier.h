@@ -1,18 +1,39 @@
-// Copies of one piece of memory to several places, other GPUs' among them, by the copy engines: nothing that computes makes room for them.
+// A stream beside the one that computes, for copies between pieces of memory, those of other GPUs among them, by the copy engines: nothing
+// that computes makes room for them.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <variant>
 #include <vector>
 
 #include "gpu.h"
 
 namespace pymesh3d {
 
-// Where a piece goes, and the number (32 bits) that says that all of it is there; 0 if nobody is to be told.
-struct Target {
-  std::uintptr_t memory = 0, flag = 0;
+// What a copier does, one after the other. Numbers have 32 bits; all of them are told, or waited for, with the value of one start.
+class Steps {
+ public:
+  void copy(std::uintptr_t to, std::uintptr_t from, std::size_t bytes) { steps_.emplace_back(Copy{to, from, bytes}); }
+  void tell(std::uintptr_t flag) { steps_.emplace_back(Tell{flag}); }
+  void wait_until(std::uintptr_t flag) { steps_.emplace_back(Wait{flag}); }
+
+  // Enqueues them. Throws GpuError; what came before the step that failed is done all the same.
+  void enqueue(const Gpu& gpu, Stream stream, std::uint32_t value) const;
+
+ private:
+  struct Copy {
+    std::uintptr_t to, from;
+    std::size_t bytes;
+  };
+  struct Tell {
+    std::uintptr_t flag;
+  };
+  struct Wait {
+    std::uintptr_t flag;
+  };
+  std::vector<std::variant<Copy, Tell, Wait>> steps_;
 };
 
 // On a stream of its own, of the context that was current when this was made. No call makes the host wait for the GPU.
@@ -23,12 +44,13 @@ class Copier {
   Copier(const Copier&) = delete;
   Copier& operator=(const Copier&) = delete;
 
-  // Copies to one target after the other, after all that is enqueued on `stream` by now, and sets each flag to `value` after its copy. What is
-  // copied must stay as it is until a stream that has joined gets there; whoever calls keeps it alive. Throws GpuError; what was enqueued
-  // before the call that failed is copied all the same.
-  void start(Piece source, const std::vector<Target>& targets, std::uint32_t value, Stream stream);
+  Stream stream() const { return stream_; }
 
-  // What is enqueued on `stream` from now on runs after all copies that were started. Throws GpuError.
+  // Takes the steps after all that is enqueued on `stream` by now. What is copied must stay as it is until a stream that has joined gets
+  // there; whoever calls keeps it alive. Throws GpuError.
+  void start(const Steps& steps, std::uint32_t value, Stream stream);
+
+  // What is enqueued on `stream` from now on runs after all steps that were started. Throws GpuError.
   void join(Stream stream);
 
  private:

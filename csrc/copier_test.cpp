@@ -20,8 +20,7 @@ struct Place {
   Numbers memory = Numbers(1000);
   Flag flag{0};
 
-  Target target() { return {piece(memory).data, reinterpret_cast<std::uintptr_t>(&flag)}; }
-  Target untold() { return {piece(memory).data, 0}; }
+  std::uintptr_t number() { return reinterpret_cast<std::uintptr_t>(&flag); }
   void wait_for(std::uint32_t value) const {
     while (flag != value) std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
@@ -33,6 +32,15 @@ Numbers numbers_from(int first) {
   return numbers;
 }
 
+Steps copies(const Numbers& source, const std::vector<Place*>& places, bool told = true) {
+  Steps steps;
+  for (Place* place : places) {
+    steps.copy(piece(place->memory).data, piece(source).data, piece(source).bytes);
+    if (told) steps.tell(place->number());
+  }
+  return steps;
+}
+
 void flag_comes_after_all_numbers() {
   const Machine machine;
   const Computing computing(machine);
@@ -40,7 +48,7 @@ void flag_comes_after_all_numbers() {
   Place one, two;
   const Numbers source = numbers_from(7);
   machine.hang("a copy", 100);  // the first is late
-  copier.start(piece(source), {one.target(), two.target()}, 0xfffffff0u, computing.stream);
+  copier.start(copies(source, {&one, &two}), 0xfffffff0u, computing.stream);
   EXPECT(one.flag == 0 && two.flag == 0);
   machine.until_it_hangs("a copy");
   machine.hang("a copy", 100);  // and then the second
@@ -62,7 +70,7 @@ void copies_wait_for_what_was_computed_before() {
     const Numbers computed = numbers_from(1);
     std::copy(computed.begin(), computed.end(), source.begin());  // where it is: its address is known already
   });
-  copier.start(piece(source), {place.target()}, 1, computing.stream);  // the host does not wait
+  copier.start(copies(source, {&place}), 1, computing.stream);  // the host does not wait
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
   EXPECT(place.flag == 0);
   go_on.set_value();
@@ -78,7 +86,7 @@ void what_is_computed_after_a_join_finds_the_copies() {
   const Numbers source = numbers_from(5);
   std::atomic<int> found{0};
   machine.hang("a copy", 100);
-  copier.start(piece(source), {place.untold()}, 1, computing.stream);
+  copier.start(copies(source, {&place}, false), 1, computing.stream);
   other.run([&] { found += 1; });  // nobody waits without a join
   other.synchronize();
   copier.join(other.stream);
@@ -94,18 +102,42 @@ void starts_follow_each_other() {
   Place place;
   std::vector<Numbers> sources;
   for (int call = 1; call <= 50; ++call) sources.push_back(numbers_from(call));
-  for (std::uint32_t call = 1; call <= 50; ++call) copier.start(piece(sources[call - 1]), {place.target()}, call, computing.stream);
+  for (std::uint32_t call = 1; call <= 50; ++call) copier.start(copies(sources[call - 1], {&place}), call, computing.stream);
   place.wait_for(50);
   EXPECT(place.memory == sources.back());
   copier.join(computing.stream);
   computing.synchronize();
 }
 
+void steps_are_taken_in_order_and_again() {
+  const Machine machine;
+  const Computing computing(machine), other(machine);
+  Copier copier(machine.gpu);
+  Place early, late;
+  Flag go_on{0};
+  const Numbers source = numbers_from(9);
+  Steps steps = copies(source, {&early});
+  steps.wait_until(reinterpret_cast<std::uintptr_t>(&go_on));
+  steps.copy(piece(late.memory).data, piece(early.memory).data, piece(source).bytes);
+  steps.tell(late.number());
+  for (const std::uint32_t call : {1u, 2u}) {
+    copier.start(steps, call, computing.stream);
+    early.wait_for(call);
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    EXPECT(late.flag == call - 1);  // it waits
+    machine.gpu->tell(other.stream, reinterpret_cast<std::uintptr_t>(&go_on), call);
+    late.wait_for(call);
+    EXPECT(late.memory == source);
+    late.memory.assign(late.memory.size(), 0);
+  }
+  EXPECT(copier.stream() != computing.stream && copier.stream() != 0);
+}
+
 void nothing_is_copied_to_nowhere() {
   const Machine machine;
   const Computing computing(machine);
   Copier copier(machine.gpu);
-  copier.start({}, {}, 1, computing.stream);
+  copier.start({}, 1, computing.stream);
   copier.join(computing.stream);
   computing.synchronize();
 }
@@ -116,7 +148,7 @@ void thread_without_a_context_has_that_of_the_first() {
   Copier copier(machine.gpu);
   Place place;
   const Numbers source = numbers_from(3);
-  std::thread([&] { copier.start(piece(source), {place.target()}, 1, computing.stream); }).join();
+  std::thread([&] { copier.start(copies(source, {&place}), 1, computing.stream); }).join();
   std::thread([&] { copier.join(computing.stream); }).join();
   const auto other = reinterpret_cast<Context>(2);
   std::thread([&] {
@@ -139,7 +171,7 @@ void threads_start_and_join_at_the_same_time() {
     running.emplace_back([&] {
       machine.use_context();
       for (int time = 0; time < 200; ++time) {
-        copier.start(piece(source), {place.target()}, 1, computing.stream);
+        copier.start(copies(source, {&place}), 1, computing.stream);
         copier.join(computing.stream);
       }
     });
@@ -184,14 +216,14 @@ void call_that_fails_says_so() {
   Copier copier(machine.gpu);
   for (const char* call : {"cuEventRecord", "cuStreamWaitEvent", "cuMemcpyAsync", "cuStreamWriteValue32"}) {
     machine.fail(call, 1);
-    EXPECT(has(text_of<GpuError>([&] { copier.start(piece(source), {place.target()}, 1, computing.stream); }), call, "failed"));
+    EXPECT(has(text_of<GpuError>([&] { copier.start(copies(source, {&place}), 1, computing.stream); }), call, "failed"));
     EXPECT(place.flag == 0);
   }
   for (const char* call : {"cuEventRecord", "cuStreamWaitEvent"}) {
     machine.fail(call, 1);
     EXPECT(has(text_of<GpuError>([&] { copier.join(computing.stream); }), call, "failed"));
   }
-  copier.start(piece(source), {place.target()}, 2, computing.stream);  // and the next is as if nothing had been
+  copier.start(copies(source, {&place}), 2, computing.stream);  // and the next is as if nothing had been
   place.wait_for(2);
 }
 
@@ -218,6 +250,7 @@ int main(int count, char** arguments) {
   RUN(copies_wait_for_what_was_computed_before);
   RUN(what_is_computed_after_a_join_finds_the_copies);
   RUN(starts_follow_each_other);
+  RUN(steps_are_taken_in_order_and_again);
   RUN(nothing_is_copied_to_nowhere);
   RUN(thread_without_a_context_has_that_of_the_first);
   RUN(threads_start_and_join_at_the_same_time);

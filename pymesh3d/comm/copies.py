@@ -8,7 +8,7 @@ import torch
 
 from pymesh3d.axis import Axis, named
 from pymesh3d.comm.collectives import Pending
-from pymesh3d.comm.native import copier
+from pymesh3d.comm.native import copier, steps
 from pymesh3d.comm.workspace import Workspace, as_int32, raw_stream
 from pymesh3d.triton_kernels.matmul_reduce_scatter import Slots
 from pymesh3d.triton_kernels.signals import tell_ranks, wait_for_ranks
@@ -65,8 +65,12 @@ class CopiedGather(Workspace):
         begin = half + self._axis.rank * size
         if self._copier is not None:
             with named(OPERATION, self._axis):
-                targets = [(memory + begin, flag) for memory, flag in self._places]
-                self._copier.start(x.data_ptr(), size, targets, self._calls % (1 << 32), self._last.stream)
+                wanted = steps()
+                for memory, flag in self._places:
+                    wanted.copy(memory + begin, x.data_ptr(), size)
+                    if flag:
+                        wanted.tell(flag)
+                self._copier.start(wanted, self._calls % (1 << 32), self._last.stream)
         else:
             for rank in self._order:
                 self.parts[rank][begin : begin + size].copy_(x.view(-1).view(torch.uint8))

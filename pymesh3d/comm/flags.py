@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import threading
 import time
 
@@ -34,52 +33,53 @@ class Flags(Waits):
         self._memory = SymmetricBuffer(4 * axis.size * length, axis, device)
         self._others = [rank for rank in range(axis.size) if rank != axis.rank]
         self._mine = self._memory.part(axis.rank, (axis.size, length), torch.int32)
-        there = {rank: self._memory.part(rank, (axis.size, length), torch.int32).data_ptr() for rank in self._others}
-        here = self._mine.data_ptr()
-        self._on_others = [[there[rank] + 4 * (axis.rank * length + index) for rank in self._others] for index in range(length)]
-        self._from_others = [[here + 4 * (rank * length + index) for rank in self._others] for index in range(length)]
-        self._under_way: collections.deque[tuple[torch.cuda.Event, float, int, int]] = collections.deque()
+        there = [self._memory.part(rank, (axis.size, length), torch.int32).data_ptr() for rank in range(axis.size)]
+        here = there[axis.rank]
+        self.told = [[memory + 4 * (axis.rank * length + index) for memory in there] for index in range(length)]
+        self.awaited = [[here + 4 * (rank * length + index) for rank in range(axis.size)] for index in range(length)]
+        self._under_way: dict[int, tuple[float, int]] = {}  # by index: until when the latest call must come
         self._lock = threading.Lock()  # of that: the thread that looks after a step checks too
         self.shared = [self._memory]  # and what else the flags are about
         axis.watched.insert(0, self)
 
     def tell(self, index: int, call: int) -> None:
-        """All other ranks see then what the current stream has done before."""
+        """All ranks see then what the current stream has done before."""
         if self._gpu is not None:
-            self._gpu.tell(raw_stream(self._device), self._on_others[index], call % BITS)
+            self._gpu.tell(raw_stream(self._device), self.told[index], call % BITS)
         else:
             tell_ranks(self._table(index), self._axis.rank, self._length, as_int32(call))
 
     def wait(self, index: int, call: int) -> None:
-        """What the current stream does next finds what all other ranks have told with this call, or a later one."""
-        if self._gpu is None:
+        """What the current stream does next finds what all ranks have told with this call, or a later one; on the CPU all others."""
+        if self._gpu is not None:
+            self._gpu.wait_until(raw_stream(self._device), self.awaited[index], call % BITS)
+            self.watch(index, call)
+        else:
             wait_for_ranks(self._table(index), self.counters, self._axis.rank, self._length, as_int32(call), self._seconds)
-            return
-        self._gpu.wait_until(raw_stream(self._device), self._from_others[index], call % BITS)
-        done = torch.cuda.Event()
-        done.record()
+
+    def watch(self, index: int, call: int) -> None:
+        """A stream waits for this call, or will: whoever has not told within the time limit is an error. For the latest of each flag."""
         with self._lock:
-            self._under_way.append((done, time.monotonic() + self._seconds, index, call))
-            self._forget_finished()
+            self._under_way[index] = time.monotonic() + self._seconds, call
 
     def _table(self, index: int) -> torch.Tensor:
         return self._memory.addresses + 4 * index
 
-    def _forget_finished(self) -> None:
-        while self._under_way and self._under_way[0][0].query():
-            self._under_way.popleft()
-
     def check(self) -> None:
         """Raise RuntimeError that names a rank for which was waited in vain."""
         super().check()
+        now = time.monotonic()
         with self._lock:
-            self._forget_finished()
-            late = [wait for wait in self._under_way if time.monotonic() > wait[1]]
-        if late:
-            _, _, index, call = late[0]
+            late = {index: call for index, (until, call) in self._under_way.items() if now > until}
+        if not late:
+            return
+        found = self._read()
+        for index, call in late.items():
             for rank in self._others:
-                if as_int32(int(self._read()[rank, index]) - call) < 0:
+                if as_int32(int(found[rank, index]) - call) < 0:
                     raise RuntimeError(f"rank {self._axis.ranks[rank]} did not send its part of {self._op} within the time limit")
+        with self._lock:
+            self._under_way = {index: wait for index, wait in self._under_way.items() if late.get(index) != wait[1]}
 
     def _read(self) -> torch.Tensor:
         """What the others have told, beside whatever stream waits for it."""
@@ -91,7 +91,7 @@ class Flags(Waits):
         if self._gpu is None:
             return super().abort(seconds)
         with self._lock:
-            last = max((call for _, _, _, call in self._under_way), default=0)
+            last = max((call for _, call in self._under_way.values()), default=0)
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             self._mine.copy_(torch.full(self._mine.shape, as_int32(last + 1), dtype=torch.int32, pin_memory=True), non_blocking=True)
         return True

@@ -15,7 +15,7 @@ import torch
 from pymesh3d import __version__
 
 if TYPE_CHECKING:
-    from pymesh3d._C import Copier, Gpu, Link, Nccl, Probe
+    from pymesh3d._C import Copier, Gpu, Link, Nccl, Probe, Steps
 
 log = logging.getLogger("pymesh3d")
 
@@ -129,6 +129,11 @@ def copier() -> Copier | None:
     except _C.LibraryError as error:
         _say_once(f"the copy engines cannot be used: {error}")
         return None
+
+
+def steps() -> Steps:
+    """None yet, for a copier to take."""
+    return _C.Steps()
 
 
 def link(gpu: Gpu, nccl: Nccl, unique: bytes, ranks: Sequence[int], end: int, device: torch.device, *, timeout: float) -> Link:

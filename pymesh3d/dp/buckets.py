@@ -76,17 +76,21 @@ class Bucket:
             slot.of(flat).copy_(slot.parameter)
         self.show_weights(flat)
 
-    def show_weights(self, flat: torch.Tensor) -> None:
-        """Let the parameters be what this memory [size] holds; with none of it [0] they are empty."""
+    def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Of each slot what this memory [size] has of it; of none of it [0] all are empty."""
+        return [slot.of(flat) if flat.numel() else flat for slot in self.slots]
+
+    def show_weights(self, flat: torch.Tensor, parts: Sequence[torch.Tensor] | None = None) -> None:
+        """Let the parameters be what this memory [size] holds, its `parts`; with none of it [0] they are empty."""
         self.weights = flat
-        for slot in self.slots:
-            slot.parameter.data = slot.of(flat) if flat.numel() else flat
+        for slot, part in zip(self.slots, parts or self.parts(flat), strict=True):
+            slot.parameter.data = part
 
     def show_grads(self, flat: torch.Tensor) -> None:
         """Let gradients be added to this memory [size]; with none of it [0] they cannot."""
         self.grads = flat
-        for slot in self.slots:
-            slot.parameter.main_grad.data = slot.of(flat) if flat.numel() else flat  # type: ignore[attr-defined]
+        for slot, part in zip(self.slots, self.parts(flat), strict=True):
+            slot.parameter.main_grad.data = part  # type: ignore[attr-defined]
 
     def freshen(self) -> None:
         """What is in the memory for gradients has no meaning: the first one of each parameter takes its place. Padding becomes 0."""

@@ -15,6 +15,16 @@ from pymesh3d.dp.buckets import Bucket
 from pymesh3d.triton_kernels.precision import compute_dtype
 
 
+class Gathering(Protocol):
+    """What collects the ranks' shards of some flat tensors in these, as often as it is started."""
+
+    def start(self) -> None:
+        """Begin. All ranks must call."""
+
+    def finish(self) -> None:
+        """What is enqueued from now on finds this rank's tensors whole."""
+
+
 class Exchange(Protocol):
     """What each rank contributes to a gradient is rounded once, to the wire's dtype; the sum is float32 at least, in rank order.
 
@@ -46,8 +56,9 @@ class Exchange(Protocol):
     def meet(self) -> None:
         """What is enqueued from now on finds what all ranks have enqueued before they met."""
 
-    def gather(self, shard: torch.Tensor, out: torch.Tensor) -> Pending:
-        """Begin to collect the ranks' shards in `out`. If that is `memory` with this rank's `shard` in it, all are there after a `meet`."""
+    def gathering(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Gathering:
+        """What collects the ranks' shards of each pair in its second tensor. If that is `memory` with this rank's shard in it, the shards
+        of others are there after a `meet`. Tensors may be without memory meanwhile."""
 
 
 def wire_of(bucket: Bucket, reduce_dtype: torch.dtype | None) -> torch.dtype:
@@ -112,9 +123,9 @@ class Collectives:
     def meet(self) -> None:
         """See `Exchange`. Here no rank touches another's memory."""
 
-    def gather(self, shard: torch.Tensor, out: torch.Tensor) -> Pending:
+    def gathering(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> AllGathers:
         """See `Exchange`."""
-        return all_gather(shard, self._axis, out=out)
+        return AllGathers(self._axis, pairs)
 
     def _add_up(self) -> None:
         rows, grads, out, add = self._sent.popleft()
@@ -134,3 +145,21 @@ class Collectives:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
+
+
+class AllGathers:
+    """See `Gathering`."""
+
+    def __init__(self, axis: Axis, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._axis, self._pairs = axis, pairs
+        self._pending: list[Pending] = []
+
+    def start(self) -> None:
+        """See `Gathering`."""
+        self._pending = [all_gather(shard, self._axis, out=out) for shard, out in self._pairs]
+
+    def finish(self) -> None:
+        """See `Gathering`."""
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []

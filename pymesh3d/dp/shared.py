@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from pymesh3d.axis import Axis
-from pymesh3d.comm.collectives import Pending
+from pymesh3d.comm.aside import Aside, Steps
 from pymesh3d.comm.flags import Flags
 from pymesh3d.comm.symmetric import SymmetricBuffer
 from pymesh3d.dp.buckets import Bucket
@@ -52,10 +51,9 @@ class SharedMemory:
         self._on_all: dict[int, torch.Tensor] = {}  # and where on each rank
         self._lent: dict[Bucket, torch.Tensor] = {}
         self._in_the_way: dict[Bucket, list[Bucket]] = {}  # of each of these: others whose memory overlaps
-        self._events: dict[Bucket, torch.cuda.Event] = {}
         self._tables: dict[tuple[Bucket, int], torch.Tensor] = {}
-        on_gpu = device.type == "cuda"
-        self._stream, self._copying = (torch.cuda.Stream(device) if on_gpu else None for _ in range(2))
+        self._fetches: dict[tuple[Bucket, int], Steps] = {}
+        self._summing_aside, self._gathering_aside = Aside(device), Aside(device)
         self._fetched: torch.Tensor | None = None  # the others' contributions, where copies put them
         self._unsummed: Callable[[], None] | None = None  # what sums up what is there, or under way
 
@@ -113,8 +111,6 @@ class SharedMemory:
             number = self._number[other]
             if self._awaited[number] < self._calls[number]:
                 self._awaited[number] = self._calls[number]
-                if other in self._events:
-                    torch.cuda.current_stream().wait_event(self._events[other])
                 self._flags.wait(len(self._number) + number, self._calls[number])
 
     def _move_in(self, bucket: Bucket) -> None:
@@ -135,37 +131,50 @@ class SharedMemory:
         self._sum_fetched()
         self._move_in(bucket)
         self._calls[number] += 1
-        with self._aside(self._stream):
+        if beside and not last:
+            self._fetch(bucket, out, wire, add)
+            return
+        self._summing_aside.follow()
+        with self._summing_aside():
             if not beside:  # then the links are what takes time; beside a pass it is memory
                 round_in_place(bucket.grads, wire)
             self._flags.tell(number, self._calls[number])
             self._flags.wait(number, self._calls[number])
-            if beside and not last:
-                self._fetch(bucket, out, wire, add)
-            else:
-                squares = self._squares[self._rows[number].start : self._rows[number].stop].view(-1)
-                begin = self._axis.rank * bucket.shard_size
-                self._summing(bucket, self.addresses(bucket.grads), out, squares, begin, wire=wire, rounded=not beside, add=add)()
+            squares = self._squares[self._rows[number].start : self._rows[number].stop].view(-1)
+            begin = self._axis.rank * bucket.shard_size
+            self._summing(bucket, self.addresses(bucket.grads), out, squares, begin, wire=wire, rounded=not beside, add=add)()
             if bucket in self._lent:
                 self._flags.tell(len(self._number) + number, self._calls[number])
-                if self._stream is not None:
-                    self._events[bucket] = self._stream.record_event()
 
     def _fetch(self, bucket: Bucket, out: torch.Tensor, wire: torch.dtype, add: bool) -> None:
         """By copy engines, in pieces if it has many. What comes last is summed up later, by the stream that computes: beside a product the
         kernel would take three times as long, and the product would wait."""
-        buffer, place = self._places[bucket.grads.data_ptr()]
-        rows = self._rows_of_others(bucket.grads.dtype)
-        for piece, squares in enumerate(self._rows[self._number[bucket]]):
+        number = self._number[bucket]
+        for piece, squares in enumerate(self._rows[number]):
             if self._unsummed is not None:
-                self._unsummed()
+                with self._summing_aside():
+                    self._unsummed()
             part = out[piece * self._piece : (piece + 1) * self._piece]
             begin = self._axis.rank * bucket.shard_size + piece * self._piece
-            for other, row in rows.items():
-                there = buffer.part(other, tuple(part.shape), row.dtype, place + begin * row.element_size())
-                row[: part.numel()].copy_(there, non_blocking=True)
+            if (bucket, piece) not in self._fetches:
+                self._fetches[bucket, piece] = self._fetching(bucket, begin, part.numel())
+            self._summing_aside.start(self._fetches[bucket, piece], self._calls[number])
             contributions = self._beginnings(bucket, begin)
             self._unsummed = self._summing(bucket, contributions, part, self._squares[squares], begin, wire=wire, rounded=False, add=add)
+
+    def _fetching(self, bucket: Bucket, begin: int, length: int) -> Steps:
+        """Those that fetch the others' contributions to numbers from `begin` on, of this rank's shard."""
+        number, (buffer, place) = self._number[bucket], self._places[bucket.grads.data_ptr()]
+        first = self._axis.rank * bucket.shard_size
+        steps = Steps(self._flags, self._device)
+        if begin == first:
+            steps.tell(number)
+            steps.wait(number)
+        for other, row in self._rows_of_others(bucket.grads.dtype).items():
+            steps.copy(row[:length], buffer.part(other, (length,), row.dtype, place + begin * row.element_size()))
+        if bucket in self._lent and begin + length == first + bucket.shard_size:
+            steps.tell(len(self._number) + number)
+        return steps
 
     def _rows_of_others(self, dtype: torch.dtype) -> dict[int, torch.Tensor]:
         """By rank, the nearest following one first: where copies put a piece of its contribution."""
@@ -179,8 +188,7 @@ class SharedMemory:
 
     def _sum_fetched(self) -> None:
         if self._unsummed is not None:
-            if self._stream is not None:
-                torch.cuda.current_stream().wait_stream(self._stream)
+            self._summing_aside.join()
             self._unsummed()
             self._unsummed = None
 
@@ -225,8 +233,7 @@ class SharedMemory:
     def finish(self) -> None:
         """See `Exchange`."""
         self._sum_fetched()
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+        self._summing_aside.join()
 
     def squares(self, buckets: Sequence[Bucket]) -> torch.Tensor | None:
         """See `Exchange`."""
@@ -239,28 +246,35 @@ class SharedMemory:
         self._flags.tell(2 * len(self._number), self._meetings)
         self._flags.wait(2 * len(self._number), self._meetings)
 
-    def gather(self, shard: torch.Tensor, out: torch.Tensor) -> Pending:
+    def gathering(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Copies:
         """See `Exchange`."""
-        with self._aside(self._copying):
-            rank, ranks = self._axis.rank, self._axis.size
-            others = (*range(rank + 1, ranks), *range(rank))
+        rank, ranks = self._axis.rank, self._axis.size
+        others = (*range(rank + 1, ranks), *range(rank))
+        copies = []  # to, from
+        for shard, out in pairs:
             if out.data_ptr() in self._places:
                 buffer, place = self._places[out.data_ptr()]
-                for other in others:
-                    buffer.part(other, tuple(out.shape), out.dtype, place).chunk(ranks)[rank].copy_(shard, non_blocking=True)
+                copies += [(buffer.part(other, tuple(out.shape), out.dtype, place).chunk(ranks)[rank], shard) for other in others]
             else:
                 buffer, place = self._places[shard.data_ptr()]
-                for other in (*others, rank):
-                    out.chunk(ranks)[other].copy_(buffer.part(other, tuple(shard.shape), shard.dtype, place), non_blocking=True)
-            done = None if self._copying is None else self._copying.record_event()
-        return Pending(out, lambda: None if done is None else torch.cuda.current_stream().wait_event(done))
+                rows = out.chunk(ranks)
+                copies += [(rows[one], buffer.part(one, tuple(shard.shape), shard.dtype, place)) for one in (*others, rank)]
+        return Copies(self._gathering_aside, lambda: Steps(self._flags, self._device), copies)
 
-    @contextlib.contextmanager
-    def _aside(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """On a stream of its own, after all that has been enqueued by now."""
-        if stream is None:
-            yield
-            return
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            yield
+
+class Copies:
+    """See `Gathering`."""
+
+    def __init__(self, aside: Aside, steps: Callable[[], Steps], copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._aside, self._steps, self._copies = aside, steps, copies
+
+    def start(self) -> None:
+        """See `Gathering`."""
+        steps = self._steps()
+        for to, source in self._copies:
+            steps.copy(to, source)
+        self._aside.start(steps)
+
+    def finish(self) -> None:
+        """See `Gathering`."""
+        self._aside.join()

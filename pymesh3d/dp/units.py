@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from pymesh3d.comm.collectives import Pending
 from pymesh3d.dp.buckets import Bucket
 from pymesh3d.dp.exchange import Exchange
 from pymesh3d.placement import place, placement_of
@@ -22,49 +21,52 @@ Pass = tuple[str, "Unit"]  # "forward" or "backward" through it
 class Unit:
     """One module and the buckets of its parameters. Of each bucket this rank keeps a shard; `weights` has memory while it is whole."""
 
-    def __init__(self, module: nn.Module, buckets: Sequence[Bucket], shards: Sequence[torch.Tensor], rank: int) -> None:
+    def __init__(self, module: nn.Module, buckets: Sequence[Bucket], shards: Sequence[torch.Tensor], exchange: Exchange, rank: int) -> None:
         """`shards`: memory for those."""
         self.module, self.buckets, self.shards = module, buckets, shards
         self.parameters = {id(slot.parameter) for bucket in buckets for slot in bucket.slots}
-        self._whole: list[torch.Tensor] = []
-        self._pending: list[Pending] | None = None
-        self.held = False
+        self._memory = torch.empty(
+            sum(bucket.size * bucket.dtype.itemsize for bucket in buckets), dtype=torch.uint8, device=shards[0].device
+        )
+        pieces = self._memory.split([bucket.size * bucket.dtype.itemsize for bucket in buckets])
+        self._whole = [piece.view(bucket.dtype) for piece, bucket in zip(pieces, buckets, strict=True)]
+        for bucket, flat, shard in zip(buckets, self._whole, shards, strict=True):
+            bucket.hold_weights(flat)
+            shard.copy_(bucket.shard(flat, rank))
+        self._shown = [bucket.parts(flat) for bucket, flat in zip(buckets, self._whole, strict=True)]
+        self._hidden = [flat.new_empty(0) for flat in self._whole]
+        self._gathering = exchange.gathering(list(zip(shards, self._whole, strict=True)))
+        self.held, self._pending = True, False
         self.pinned = False  # within `whole`
         self.readers = 0  # calls of `state_dict` and `load_state_dict` that are under way
         self.missing: set[int] | None = None  # parameters whose gradients the backward pass that is under way has not computed yet
-        for bucket, shard in zip(buckets, shards, strict=True):
-            flat = torch.empty(bucket.size, dtype=bucket.dtype, device=bucket.device)
-            bucket.hold_weights(flat)
-            self._whole.append(flat)
-            shard.copy_(bucket.shard(flat, rank))
         self.let_go()
 
     @torch.no_grad()
-    def start(self, exchange: Exchange) -> None:
+    def start(self) -> None:
         """Begin to gather it, if it is not whole."""
         if self.held:
             return
-        self.held = True
-        for flat in self._whole:
-            flat.untyped_storage().resize_(flat.numel() * flat.element_size())
-        self._pending = [exchange.gather(shard, flat) for shard, flat in zip(self.shards, self._whole, strict=True)]
+        self.held = self._pending = True
+        self._memory.untyped_storage().resize_(self._memory.numel())
+        self._gathering.start()
 
     def finish(self) -> None:
         """What is enqueued from now on finds it whole."""
         assert self.held, "it has been started"
-        if self._pending is not None:
-            for pending, bucket, flat in zip(self._pending, self.buckets, self._whole, strict=True):
-                pending.wait()
-                bucket.show_weights(flat)
-            self._pending = None
+        if self._pending:
+            self._pending = False
+            self._gathering.finish()
+            for bucket, flat, parts in zip(self.buckets, self._whole, self._shown, strict=True):
+                bucket.show_weights(flat, parts)
 
     def let_go(self) -> None:
         """Keep the shards only."""
-        if self._pending is not None:
+        if self._pending:
             self.finish()
-        for bucket, flat in zip(self.buckets, self._whole, strict=True):
-            bucket.show_weights(flat.new_empty(0))
-            flat.untyped_storage().resize_(0)
+        for bucket, nothing in zip(self.buckets, self._hidden, strict=True):
+            bucket.show_weights(nothing)
+        self._memory.untyped_storage().resize_(0)
         self.held = False
 
     @torch.no_grad()
@@ -99,7 +101,7 @@ class Units:
 
         def gather(*_: object) -> None:
             unit.readers += 1  # modules call those within them
-            unit.start(self._exchange)
+            unit.start()
             unit.finish()
             if unit.readers == 1:
                 self._exchange.meet()  # before any rank changes its shard
@@ -129,7 +131,7 @@ class Units:
         """All parameters are whole within; what is written into them counts. All ranks must enter."""
         for unit in self._units:
             unit.pinned = True
-            unit.start(self._exchange)
+            unit.start()
             unit.finish()
         self._exchange.meet()  # before any rank changes its shard
         try:
@@ -155,13 +157,13 @@ class Units:
 
     def _enter(self, this: Pass) -> None:
         unit = this[1]
-        unit.start(self._exchange)
+        unit.start()
         unit.finish()
         if self._latest is not None:
             self._after[self._latest] = this
         self._latest = this
         if this in self._after:
-            self._after[this][1].start(self._exchange)
+            self._after[this][1].start()
 
     def _before_forward(self, unit: Unit, *_: object) -> None:
         if unit.missing is None:  # else backward computes it again

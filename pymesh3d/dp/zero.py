@@ -130,12 +130,13 @@ class Zero:
         memory = self._exchange.memory(wanted)
         for bucket, flat in zip(whole, memory, strict=False):
             bucket.hold_weights(flat)
+        self._returning = self._exchange.gathering([(bucket.shard(bucket.weights, rank), bucket.weights) for bucket in whole])
         self._shards = dict(zip(cut, memory[len(whole) :], strict=True))
         units = []
         for number, module in enumerate(modules):
             own = [bucket for bucket in cut if bucket.unit == number]
             if own:
-                units.append(Unit(module, own, [self._shards[bucket] for bucket in own], rank))
+                units.append(Unit(module, own, [self._shards[bucket] for bucket in own], self._exchange, rank))
         self._units = Units(units, self._exchange, rank, once=once_a_step)
         self._exchange.meet()  # before any rank fetches another's shard
 
@@ -245,10 +246,8 @@ class Zero:
         if self.stage == 0 or self.mesh.dp.size == 1:
             return
         if not pushed:
-            whole = [bucket for bucket in self.buckets if bucket not in self._shards]
-            sent = [self._exchange.gather(bucket.shard(bucket.weights, self.mesh.dp.rank), bucket.weights) for bucket in whole]
-            for pending in sent:
-                pending.wait()
+            self._returning.start()
+            self._returning.finish()
         self._exchange.meet()
 
     def _require_reduced(self, reduced: bool, call: str) -> None:

@@ -130,6 +130,19 @@ def test_one_that_was_given_up_is_waited_for(ranks: Ranks) -> None:
     assert ranks(2, given_up) == [True] * 2
 
 
+class RecordedSteps:
+    """Stands for those of the compiled part."""
+
+    def __init__(self) -> None:
+        self.taken: list[Any] = []
+
+    def copy(self, *given: int) -> None:
+        self.taken.append(given)
+
+    def tell(self, flag: int) -> None:
+        self.taken.append(flag)
+
+
 def with_a_recorded_copier() -> bool:
     """What the compiled part is asked for, on rank 1 of 3: where all go, in order, and who is told; again when the memory has grown."""
     mesh = init_mesh(tp=3, device="cpu")
@@ -138,6 +151,7 @@ def with_a_recorded_copier() -> bool:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "wait_for_ranks", lambda *given: asked.append(given))
         patch.setattr(module, "raw_stream", lambda device: 5)
+        patch.setattr(module, "steps", RecordedSteps)
         patch.setattr(torch.cuda, "synchronize", lambda *given: None)
         share = CopiedGather("gather", mesh.tp, mesh.device)
         share._copier = record  # type: ignore[assignment]
@@ -153,8 +167,13 @@ def with_a_recorded_copier() -> bool:
             assert share._flags is not None
             mine = share._flags.addresses[order[0]].item() + 4 * mesh.rank * slots.length
             assert flags[0] == mine and flags[2] == 0
-            places = [(share.parts[rank].data_ptr() + begin, flag) for rank, flag in zip(order, flags, strict=True)]
-            assert asked[0] == (x.data_ptr(), 8 * size, places, call % 2**32, 5)
+            steps, value, stream = asked[0]
+            assert (value, stream) == (call % 2**32, 5)
+            expected = []
+            for rank, flag in zip(order, flags, strict=True):
+                expected.append((share.parts[rank].data_ptr() + begin, x.data_ptr(), 8 * size))
+                expected += [flag] if flag else []
+            assert steps.taken == expected
             assert asked[1] == "join"
             assert asked[2] == (slots.flags, share.counters, mesh.rank, slots.length, as_int32(call), 300.0)
             asked.clear()

@@ -167,18 +167,6 @@ def test_what_is_shared_is_counted_and_given_back(ranks: Ranks) -> None:
     assert ranks(2, held) == [([4 * 2 * 9, 4 * 2 * 9 + 1000, 0], 1, True)] * 2
 
 
-class Event:
-    """Stands for one of a GPU: `done` says which have come."""
-
-    done = False
-
-    def record(self) -> None:
-        """Nothing to do."""
-
-    def query(self) -> bool:
-        return Event.done
-
-
 def with_recorded_streams() -> list[str]:
     """What the compiled part is asked for on rank 1 of 3 (of rank 0 and 2), and what `check` says of waits under way."""
     mesh = init_mesh(tp=3, device="cpu")
@@ -186,10 +174,8 @@ def with_recorded_streams() -> list[str]:
     asked: list[Any] = []
     texts = []
     full = torch.full
-    Event.done = False
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "raw_stream", lambda device: 5)
-        patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "Stream", lambda device: None)
         patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         patch.setattr(torch, "full", lambda *given, pin_memory=False, **how: full(*given, **how))
@@ -201,16 +187,13 @@ def with_recorded_streams() -> list[str]:
         for index, call in ((0, 1), (3, BITS - 1), (2, BITS + 7)):
             flags.tell(index, call)
             flags.wait(index, call)
-            there = [parts[rank][mesh.rank, index].data_ptr() for rank in others]
-            here = [parts[mesh.rank][rank, index].data_ptr() for rank in others]
+            there = [parts[rank][mesh.rank, index].data_ptr() for rank in range(3)]
+            here = [parts[mesh.rank][rank, index].data_ptr() for rank in range(3)]
             assert asked == [("tell", 5, there, call % BITS), ("wait", 5, here, call % BITS)], asked
             asked.clear()
         flags.check()  # there is still time
-        Event.done = True
-        flags.check()
-        assert not flags._under_way, "what has ended is forgotten"
-        Event.done, flags._seconds = False, -1.0  # no time at all
-        flags.wait(2, BITS + 8)
+        flags._seconds = -1.0  # no time at all
+        flags.watch(2, BITS + 8)
 
         def said() -> str:
             try:
@@ -226,6 +209,8 @@ def with_recorded_streams() -> list[str]:
         texts.append(said())
         mine[others[1], 2] = 9  # and with a later one
         texts.append(said())
+        assert sorted(flags._under_way) == [0, 3], "what has come is not looked at again"
+        flags.watch(2, BITS + 8)
         mine[others[0], 2] = 7  # the call before
         texts.append(said())
         flags._seconds = 100.0

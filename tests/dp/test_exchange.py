@@ -314,6 +314,9 @@ def gathered(kind: type) -> Sharing:
     zero = not any(flat.any() for flat in memory) and [(flat.numel(), flat.dtype) for flat in memory] == wanted
     aligned = kind is Collectives or not any(flat.data_ptr() % ALIGNED for flat in memory)
     found: dict[str, list[bool]] = {"whole": [], "own": []}
+    sent = exchange.gathering([(whole.chunk(ranks)[rank], whole) for whole in memory[:2]])
+    own = [torch.full_like(whole, torch.nan) for whole in memory[:2]]
+    fetched = exchange.gathering(list(zip(memory[2:], own, strict=True)))
     for turn in (1, 2):
         if rank:
             time.sleep(0.05)
@@ -322,11 +325,10 @@ def gathered(kind: type) -> Sharing:
             whole.chunk(ranks)[rank].copy_(values.chunk(ranks)[rank])
             shard.copy_(values.chunk(ranks)[rank])
         exchange.meet()  # all are here now
-        sent = [exchange.gather(whole.chunk(ranks)[rank], whole) for whole in memory[:2]]
-        fetched = [exchange.gather(shard, torch.full_like(whole, torch.nan)) for whole, shard in zip(memory[:2], memory[2:], strict=True)]
-        own = [pending.wait() for pending in fetched]
-        for pending, whole in zip(sent, memory, strict=False):
-            assert pending.wait() is whole, "what is waited for is the memory itself"
+        for gathering in (sent, fetched):
+            gathering.start()
+        for gathering in (sent, fetched):
+            gathering.finish()
         exchange.meet()
         right = [torch.arange(whole.numel()).to(whole.dtype) * turn for whole in memory[:2]]
         found["whole"].append(all(torch.equal(whole, one) for whole, one in zip(memory, right, strict=False)))

@@ -287,17 +287,14 @@ def events(way: Way, passes: int, options: dict[str, Any]) -> tuple[list[str], l
         layer.use_spare = True  # type: ignore[assignment]
     zero = zero_of(model, mesh, **options)
     units, said, most = zero._units._units, list[str](), [0] * LAYERS
-    gather = zero._exchange.gather
-
-    def gathering(shard: torch.Tensor, out: torch.Tensor) -> Any:
-        said.extend(f"g{number}" for number, unit in enumerate(units) if any(out is flat for flat in unit._whole))
-        return gather(shard, out)
+    for number, unit in enumerate(units):
+        start = functools.partial(lambda number, start: (said.append(f"g{number}"), start()), number, unit._gathering.start)
+        unit._gathering.start = start  # type: ignore[method-assign]
 
     def say(what: str) -> None:
         said.append(f"{what}:{''.join(str(n) for n, whole in enumerate(shown(zero)) if whole)}")
         most[:] = map(max, most, held_bytes(zero))
 
-    zero._exchange.gather = gathering  # type: ignore[method-assign]
     for number, layer in enumerate(model.layers):
         layer.register_forward_pre_hook(lambda *_, n=number: say(f"F{n}"))
         layer.register_forward_hook(lambda _, __, out, n=number: out.register_hook(lambda _: say(f"B{n}")) and None)
