@@ -43,6 +43,11 @@ class Steps:
         else:
             self._here.append(lambda call: self._flags.tell(index, call))
 
+    def tell_here(self, index: int) -> None:
+        """For `Flags.wait_here`."""
+        if self.there is not None:
+            self.there.tell(self._flags.told[index][self._flags.rank])
+
     def wait(self, index: int) -> None:
         """See `Flags`."""
         if self.there is not None:

@@ -26,7 +26,7 @@ class Flags(Waits):
 
     def __init__(self, op: str, axis: Axis, device: torch.device, length: int) -> None:
         super().__init__(op, axis, device)
-        self._length, self._seconds = length, axis.timeout.total_seconds()
+        self.rank, self._length, self._seconds = axis.rank, length, axis.timeout.total_seconds()
         self._gpu = native.stream_calls() if device.type == "cuda" else None
         if device.type == "cuda" and self._gpu is None:  # nor on any other rank of this host
             raise SharingError(f"the compiled part cannot let streams wait here ({native.reason or 'the driver is too old'})")
@@ -56,6 +56,11 @@ class Flags(Waits):
             self.watch(index, call)
         else:
             wait_for_ranks(self._table(index), self.counters, self._axis.rank, self._length, as_int32(call), self._seconds)
+
+    def wait_here(self, index: int, call: int) -> None:
+        """What the current stream does next finds what another stream of this GPU has told with this call, or a later one."""
+        if self._gpu is not None:
+            self._gpu.wait_until(raw_stream(self._device), [self.awaited[index][self._axis.rank]], call % BITS)
 
     def watch(self, index: int, call: int) -> None:
         """A stream waits for this call, or will: whoever has not told within the time limit is an error. For the latest of each flag."""

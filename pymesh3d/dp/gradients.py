@@ -204,7 +204,7 @@ class Gradients:
     def _reduce_passing(self, bucket: Bucket, last: bool) -> None:
         _lend(self._exchange, bucket)  # if nothing of this pass is here there may be on other ranks
         bucket.complete()
-        self._exchange.reduce(bucket, self._sums[bucket], add=bucket in self._begun, beside=True, last=last)
+        self._exchange.reduce(bucket, self._sums[bucket], add=bucket in self._begun, beside=True, last=last and self._in_last)
         self._begun.add(bucket)
         bucket.show_grads(self._nothing[bucket])
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +21,17 @@ from pymesh3d.triton_kernels.zero_reduce import TILE, reduce_shard, round_in_pla
 
 PROGRAMS = {"cuda": 528, "cpu": 2}  # that sum a shard: 4 run on a multiprocessor at once
 FETCHED = 32 * 2**20  # numbers of a bucket, of which each rank fetches its shard at once
+SLOTS = 2  # so many pieces can be here, or under way: while one is awaited of a rank that is late, products go on
 ALIGNED = 512  # bytes
+
+
+class Fetched(NamedTuple):
+    """What copies fetch of one piece of a bucket: `sum_up` starts the kernel for it."""
+
+    bucket: Bucket
+    flag: int  # that says that it is here, with the number of the call
+    call: int
+    sum_up: Callable[[], None]
 
 
 class SharedMemory:
@@ -38,7 +50,6 @@ class SharedMemory:
         self._axis, self._device, self._wire, self._everywhere = axis, device, wire, everywhere
         self._programs = PROGRAMS[device.type]
         self._number = {bucket: number for number, bucket in enumerate(buckets)}
-        self._flags = Flags("gradients", axis, device, 2 * len(buckets) + 1)  # a bucket is there, and has been read; and of `meet`
         self._calls = [0] * len(buckets)
         self._awaited = [0] * len(buckets)  # of these calls: until which one others have read
         self._meetings = 0
@@ -47,15 +58,18 @@ class SharedMemory:
         self._squares = torch.zeros(sum(pieces), self._programs, dtype=torch.float64, device=device)
         ends = list(itertools.accumulate(pieces))
         self._rows = [range(end - count, end) for end, count in zip(ends, pieces, strict=True)]  # of these, by bucket
+        # By bucket, that it is there, and that it has been read; that of `meet`; and by row, that it has been fetched.
+        self._flags = Flags("gradients", axis, device, 2 * len(buckets) + 1 + sum(pieces))
         self._places: dict[int, tuple[SymmetricBuffer, int]] = {}  # by the address of what lies there: in which buffer, at which byte
         self._on_all: dict[int, torch.Tensor] = {}  # and where on each rank
         self._lent: dict[Bucket, torch.Tensor] = {}
         self._in_the_way: dict[Bucket, list[Bucket]] = {}  # of each of these: others whose memory overlaps
-        self._tables: dict[tuple[Bucket, int], torch.Tensor] = {}
-        self._fetches: dict[tuple[Bucket, int], Steps] = {}
+        self._tables: dict[tuple[Bucket, int, int], torch.Tensor] = {}
+        self._fetches: dict[tuple[int, int], Steps] = {}
         self._summing_aside, self._gathering_aside = Aside(device), Aside(device)
-        self._fetched: torch.Tensor | None = None  # the others' contributions, where copies put them
-        self._unsummed: Callable[[], None] | None = None  # what sums up what is there, or under way
+        self._slots: list[torch.Tensor] = []  # for contributions of the others, where copies put them
+        self._turn = 0  # which of these is next
+        self._fetched: collections.deque[Fetched] = collections.deque()  # and not summed up yet, or under way
 
     def memory(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
         """See `Exchange`."""
@@ -106,8 +120,10 @@ class SharedMemory:
 
     def _until_read(self, bucket: Bucket) -> None:
         """What is enqueued from now on finds that nobody needs any more what has been where this bucket is going to be."""
-        self._sum_fetched()
-        for other in (bucket, *self._in_the_way[bucket]):
+        inside = (bucket, *self._in_the_way[bucket])
+        while any(fetched.bucket in inside for fetched in self._fetched):
+            self._sum_oldest()
+        for other in inside:
             number = self._number[other]
             if self._awaited[number] < self._calls[number]:
                 self._awaited[number] = self._calls[number]
@@ -128,7 +144,6 @@ class SharedMemory:
     def reduce(self, bucket: Bucket, out: torch.Tensor, *, add: bool = False, beside: bool = False, last: bool = False) -> None:
         """See `Exchange`."""
         number, wire = self._number[bucket], wire_of(bucket, self._wire)
-        self._sum_fetched()
         self._move_in(bucket)
         self._calls[number] += 1
         if beside and not last:
@@ -147,57 +162,62 @@ class SharedMemory:
                 self._flags.tell(len(self._number) + number, self._calls[number])
 
     def _fetch(self, bucket: Bucket, out: torch.Tensor, wire: torch.dtype, add: bool) -> None:
-        """By copy engines, in pieces if it has many. What comes last is summed up later, by the stream that computes: beside a product the
-        kernel would take three times as long, and the product would wait."""
+        """By copy engines, in pieces if it has many. It is summed up later, by the stream that computes: beside a product the kernel would
+        take three times as long, and the product would wait."""
         number = self._number[bucket]
-        for piece, squares in enumerate(self._rows[number]):
-            if self._unsummed is not None:
-                with self._summing_aside():
-                    self._unsummed()
+        for piece, row in enumerate(self._rows[number]):
+            if len(self._fetched) == SLOTS:
+                if self._fetched[0].bucket is bucket:
+                    with self._summing_aside():
+                        self._fetched.popleft().sum_up()
+                else:
+                    self._sum_oldest()
+            self._turn = (self._turn + 1) % SLOTS
             part = out[piece * self._piece : (piece + 1) * self._piece]
             begin = self._axis.rank * bucket.shard_size + piece * self._piece
-            if (bucket, piece) not in self._fetches:
-                self._fetches[bucket, piece] = self._fetching(bucket, begin, part.numel())
-            self._summing_aside.start(self._fetches[bucket, piece], self._calls[number])
-            contributions = self._beginnings(bucket, begin)
-            self._unsummed = self._summing(bucket, contributions, part, self._squares[squares], begin, wire=wire, rounded=False, add=add)
+            if (row, self._turn) not in self._fetches:
+                self._fetches[row, self._turn] = self._fetching(bucket, row, begin, part.numel())
+            self._summing_aside.start(self._fetches[row, self._turn], self._calls[number])
+            sources = self._beginnings(bucket, begin)
+            sum_up = self._summing(bucket, sources, part, self._squares[row], begin, wire=wire, rounded=False, add=add)
+            self._fetched.append(Fetched(bucket, 2 * len(self._number) + 1 + row, self._calls[number], sum_up))
 
-    def _fetching(self, bucket: Bucket, begin: int, length: int) -> Steps:
+    def _fetching(self, bucket: Bucket, row: int, begin: int, length: int) -> Steps:
         """Those that fetch the others' contributions to numbers from `begin` on, of this rank's shard."""
         number, (buffer, place) = self._number[bucket], self._places[bucket.grads.data_ptr()]
-        first = self._axis.rank * bucket.shard_size
         steps = Steps(self._flags, self._device)
-        if begin == first:
+        if row == self._rows[number][0]:
             steps.tell(number)
             steps.wait(number)
-        for other, row in self._rows_of_others(bucket.grads.dtype).items():
-            steps.copy(row[:length], buffer.part(other, (length,), row.dtype, place + begin * row.element_size()))
-        if bucket in self._lent and begin + length == first + bucket.shard_size:
+        for other, there in self._places_of_others(bucket.grads.dtype).items():
+            steps.copy(there[:length], buffer.part(other, (length,), there.dtype, place + begin * there.element_size()))
+        steps.tell_here(2 * len(self._number) + 1 + row)
+        if bucket in self._lent and row == self._rows[number][-1]:
             steps.tell(len(self._number) + number)
         return steps
 
-    def _rows_of_others(self, dtype: torch.dtype) -> dict[int, torch.Tensor]:
-        """By rank, the nearest following one first: where copies put a piece of its contribution."""
-        if self._fetched is None:
+    def _places_of_others(self, dtype: torch.dtype) -> dict[int, torch.Tensor]:
+        """By rank, the nearest following one first: where copies put a piece of its contribution, in this turn."""
+        if not self._slots:
             longest = max(
                 min(bucket.shard_size, self._piece) * self._lent.get(bucket, bucket.grads).element_size() for bucket in self._number
             )
-            self._fetched = torch.empty(self._axis.size - 1, longest, dtype=torch.uint8, device=self._device)
+            slots = torch.empty(SLOTS, self._axis.size - 1, longest, dtype=torch.uint8, device=self._device)
+            self._slots = list(slots)
         others = (*range(self._axis.rank + 1, self._axis.size), *range(self._axis.rank))
-        return dict(zip(others, self._fetched.view(dtype), strict=True))
+        return dict(zip(others, self._slots[self._turn].view(dtype), strict=True))
 
-    def _sum_fetched(self) -> None:
-        if self._unsummed is not None:
-            self._summing_aside.join()
-            self._unsummed()
-            self._unsummed = None
+    def _sum_oldest(self) -> None:
+        fetched = self._fetched.popleft()
+        self._flags.wait_here(fetched.flag, fetched.call)
+        fetched.sum_up()
 
     def _beginnings(self, bucket: Bucket, begin: int) -> torch.Tensor:
         """Where a bucket would begin whose numbers from `begin` on are what was fetched of each other rank; of this one where it does."""
-        key = bucket, begin
+        key = bucket, begin, self._turn
         if key not in self._tables:
             dtype = bucket.grads.dtype
-            table = {rank: row.data_ptr() - begin * dtype.itemsize for rank, row in self._rows_of_others(dtype).items()}
+            table = {rank: row.data_ptr() - begin * dtype.itemsize for rank, row in self._places_of_others(dtype).items()}
             table[self._axis.rank] = bucket.grads.data_ptr()
             self._tables[key] = torch.tensor([table[rank] for rank in range(self._axis.size)], dtype=torch.int64, device=self._device)
         return self._tables[key]
@@ -232,7 +252,8 @@ class SharedMemory:
 
     def finish(self) -> None:
         """See `Exchange`."""
-        self._sum_fetched()
+        while self._fetched:
+            self._sum_oldest()
         self._summing_aside.join()
 
     def squares(self, buckets: Sequence[Bucket]) -> torch.Tensor | None:
