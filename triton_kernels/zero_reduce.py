@@ -34,13 +34,18 @@ def summed(contributions, at, DTYPE: tl.constexpr, WIRE: tl.constexpr, SUM: tl.c
 
 
 @jit
-def round_in_place_kernel(grads, wire, TILE: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A program rounds a tile. `wire`: the same memory, in the wire's dtype, of which WIDTH numbers fit into the place of one."""
+def round_in_place_kernel(grads, wire, largest, TILE: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A program rounds a tile. `wire`: the same memory, in the wire's dtype, of which WIDTH numbers fit into the place of one. `largest`,
+    float32 [tiles] or None: the absolute value of what the tile has become, infinite where a number is not finite."""
     tile = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, TILE)
     value = tl.load(grads + tile * TILE + number)
     tl.debug_barrier()  # all of the tile has been read
-    tl.store(wire + tile * (TILE * WIDTH) + number, nearest(value, wire.dtype.element_ty))
+    value = nearest(value, wire.dtype.element_ty)
+    tl.store(wire + tile * (TILE * WIDTH) + number, value)
+    if largest is not None:
+        size = tl.abs(value.to(tl.float32))
+        tl.store(largest + tile, tl.max(tl.where(size == size, size, float("inf"))))
 
 
 @jit(do_not_specialize=["first", "tiles"])
@@ -91,11 +96,13 @@ def width(grads: torch.dtype, wire: torch.dtype) -> int:
     return grads.itemsize // wire.itemsize
 
 
-def round_in_place(grads: torch.Tensor, wire: torch.dtype) -> None:
-    """Round a bucket of gradients [tiles * TILE], contiguous, to what is sent; `rounded` shows it. Nothing to do for their own dtype."""
+def round_in_place(grads: torch.Tensor, wire: torch.dtype, largest: torch.Tensor | None = None) -> None:
+    """Round a bucket of gradients [tiles * TILE], contiguous, to what is sent; `rounded` shows it. Nothing to do for their own dtype, for
+    which `largest`, float32 [tiles], must be None: else it becomes each tile's absolute maximum then, infinite if one is not finite."""
+    assert wire != grads.dtype or largest is None, f"nothing is rounded from {wire} to {grads.dtype}"
     if wire != grads.dtype:
         constants = {"TILE": TILE, "WIDTH": width(grads.dtype, wire)}
-        round_in_place_kernel[(grads.numel() // TILE,)](grads, grads.view(wire), **constants, num_warps=4)
+        round_in_place_kernel[(grads.numel() // TILE,)](grads, grads.view(wire), largest, **constants, num_warps=4)
 
 
 def rounded(grads: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
@@ -103,10 +110,12 @@ def rounded(grads: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
     return grads.view(wire).view(-1, TILE * width(grads.dtype, wire))[:, :TILE]
 
 
-def round_in_place_ref(grads: torch.Tensor, wire: torch.dtype) -> None:
+def round_in_place_ref(grads: torch.Tensor, wire: torch.dtype, largest: torch.Tensor | None = None) -> None:
     """The same in plain torch."""
     if wire != grads.dtype:
         rounded(grads, wire).copy_(grads.to(wire).view(-1, TILE))
+    if largest is not None:
+        largest.copy_(rounded(grads, wire).float().abs().nan_to_num(torch.inf, torch.inf).amax(1))
 
 
 def reduce_shard(

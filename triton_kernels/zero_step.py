@@ -70,6 +70,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
     average_square,  # the same, of their squares, or None
     weights,  # int64 [RANKS]: where the bucket's parameters begin on each rank
     scale,  # float64 [1]: what gradients are multiplied by; if it is NaN nothing changes
+    squares,  # float64 [tiles]: the sum of squares of a tile's gradients, before that; or None
     first: tl.int32,  # the tile with which the shard begins
     lr,
     rate,  # AdamW: lr / (1 - beta1^step). SGD: 1 - dampening
@@ -99,6 +100,8 @@ def update_kernel(  # type: ignore[no-untyped-def]
             grad = summed(contributions, (first + tile) * (TILE * WIDTH) + col, WIRE, WIRE, tl.float32, RANKS)
         else:
             grad = wide(tl.load(grads + number))
+        if squares is not None:
+            tl.store(squares + tile, tl.sum(grad.to(tl.float64) * grad.to(tl.float64)))
         grad *= factor.to(tl.float32)
         here = aligned(weights + RANK, WEIGHT) + place
         kept = tl.load(masters + number)
@@ -146,16 +149,18 @@ def update(
     contributions: torch.Tensor | None = None,
     wire: torch.dtype = torch.float32,
     accumulated: torch.dtype = torch.float32,
+    squares: torch.Tensor | None = None,
 ) -> None:
     """One step of `rule` on shard number `shard` of a bucket; with `push` all ranks get the new parameters, else this `rank`.
 
     `masters` [tiles * TILE] are float32, or int16: then the last 16 bits of what the parameters, bfloat16, are the first bits of.
     `remembered`: AdamW's averages of gradients and of their squares; SGD's momentum, if it has any. `weights`, int64 [ranks], says where
     the bucket's parameters of `dtype` begin on each rank. The gradients, times `scale`, float64 [1], are `grads` [tiles * TILE], or the sum
-    of the ranks' `contributions`, int64 [ranks], as `reduce_shard` takes them, rounded to `wire` where they were `accumulated`. Where
-    `scale` is NaN nothing changes.
+    of the ranks' `contributions`, int64 [ranks], as `reduce_shard` takes them, rounded to `wire` where they were `accumulated`. `squares`,
+    float64 [tiles], become the sums of squares of gradients, before they are multiplied. Where `scale` is NaN nothing changes.
     """
     assert masters.numel() % TILE == 0 and (grads is None) != (contributions is None), f"{masters.numel()} masters"
+    assert contributions is None or contributions.numel() == weights.numel(), f"{contributions}, {weights}"
     tiles = masters.numel() // TILE
     if isinstance(rule, AdamW):
         rate, root = rule.lr / (1 - rule.beta1**rule.step), (1 - rule.beta2**rule.step) ** 0.5
@@ -174,6 +179,7 @@ def update(
         average_square,
         weights,
         scale,
+        squares,
         shard * tiles,
         *map(float, numbers),
         ADAMW=adamw,

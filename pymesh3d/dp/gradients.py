@@ -13,11 +13,14 @@ from pymesh3d.axis import Axis
 from pymesh3d.comm.collectives import all_gather, all_reduce_
 from pymesh3d.dp.buckets import Bucket, Slot
 from pymesh3d.dp.exchange import Exchange
+from pymesh3d.dp.masters import Offered
 from pymesh3d.dp.norm import gradient_norm
+from pymesh3d.dp.shared import SharedMemory
 from pymesh3d.errors import ConfigError
 from pymesh3d.mesh import Mesh
 from pymesh3d.ops.accumulate import add_to
 from pymesh3d.placement import placement_of
+from pymesh3d.triton_kernels.zero_reduce import TILE
 
 
 class InOrder:
@@ -69,9 +72,11 @@ class Gradients:
 
     def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, exchange: Exchange, *, everywhere: bool, each: bool) -> None:
         self._buckets, self._mesh, self._exchange = buckets, mesh, exchange
+        self._everywhere = everywhere
         self.reduced = False
         self.agreed = False
         self._summed_up = False  # ahead of `reduce`
+        self.offered: dict[Bucket, Offered] = {}  # in place of `reduce`
         passing = [bucket for bucket in reversed(buckets) if each and mesh.dp.size > 1 and not bucket.late]
         kept = [bucket for bucket in reversed(buckets) if bucket not in passing]
         exchange.reserve(passing)
@@ -181,8 +186,38 @@ class Gradients:
         if not self._summed_up:
             self._sum()
 
+    @torch.no_grad()
+    def offer(self) -> torch.Tensor | None:
+        """In place of `reduce`, on all ranks or on none: what is large is `offered` to whoever sums it up himself, after a `meet`, and the
+        rest is summed. The largest absolute value of what this rank offers or owns, float32 [], infinite if a number is not finite. None,
+        and nothing is done, where sums have begun, are needed everywhere, or not over dp alone, or where parameters are in shards."""
+        mesh, exchange = self._mesh, self._exchange
+        if not isinstance(exchange, SharedMemory) or self.reduced or self._had_last or self._summed_up or self._sums:
+            return None
+        large = [bucket for bucket in self._kept if not bucket.late]
+        fit = (bucket.unit is None and exchange.wire(bucket) != bucket.grad_dtype for bucket in large)
+        if not large or not all(fit) or self._everywhere or mesh.all.size > mesh.dp.size:
+            return None
+        self.reduced = True
+        largest = exchange.offer(large)
+        for bucket in large:
+            squares = torch.empty(bucket.shard_size // TILE, dtype=torch.float64, device=mesh.device)
+            self.offered[bucket] = Offered(exchange.addresses(bucket.grads), exchange.wire(bucket), bucket.grad_dtype, squares)
+        self._sum_late()
+        exchange.finish()
+        for bucket in self._late:
+            largest = torch.maximum(largest, self._shard(bucket).float().abs().nan_to_num(torch.inf, torch.inf).amax())
+        return largest
+
     def _sum(self) -> None:
         self._last.close()
+        self._sum_late()
+        for bucket, sums in self._sums.items():
+            if bucket not in self._begun:
+                sums.zero_()
+        self._exchange.finish()
+
+    def _sum_late(self) -> None:
         for line, grad in self._ties:
             all_reduce_(grad, line).wait()
         for replicas, ranges in sorted(self._summed.items()):
@@ -192,10 +227,6 @@ class Gradients:
         for bucket in self._late:
             if self._mesh.dp.size > 1:
                 self._exchange.reduce(bucket, self._shard(bucket))
-        for bucket, sums in self._sums.items():
-            if bucket not in self._begun:
-                sums.zero_()
-        self._exchange.finish()
 
     def _reduce_kept(self, bucket: Bucket, last: bool) -> None:
         if self._mesh.dp.size > 1:  # else nothing is sent, so nothing is rounded
@@ -216,10 +247,13 @@ class Gradients:
 
     def norm(self, p: float) -> torch.Tensor:
         """The p-norm of the summed gradients, float64 [], the same on every rank and not finite if one of them is not."""
-        told = []
-        if p == 2 and self._mesh.dp.size > 1:
+        told, squares = list(self.offered), None
+        if told:
+            assert p == 2, f"squares for p = {p}"
+            squares = torch.cat([offered.squares for offered in self.offered.values()])
+        elif p == 2 and self._mesh.dp.size > 1:
             told = [bucket for bucket in self._summed_now() if bucket in self._counted_whole]
-        squares = self._exchange.squares(told) if told else None
+            squares = self._exchange.squares(told) if told else None
         others = [bucket for bucket in self._buckets if squares is None or bucket not in told]
         pieces = [piece for bucket in others for piece in self._counted[bucket]]
         self.agreed = True  # when all ranks have this number none reads another's memory any more
@@ -257,6 +291,7 @@ class Gradients:
         self._last.reset()
         self._each.reset()
         self._begun.clear()
+        self.offered.clear()
         for bucket in self._sums:
             bucket.show_grads(self._nothing[bucket])  # a pass that failed has left some
         for bucket in self._kept:

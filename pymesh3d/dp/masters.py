@@ -32,6 +32,15 @@ class Part(NamedTuple):
     shard: int
 
 
+class Offered(NamedTuple):
+    """Gradients that the kernel which updates sums up itself, and the sums of their squares that it gives; see `update`."""
+
+    contributions: torch.Tensor
+    wire: torch.dtype
+    accumulated: torch.dtype
+    squares: torch.Tensor
+
+
 class Masters:
     """`values`, the master weights, one tensor for each part of a bucket that this rank updates, and torch's `optimizer` over them, whose
     groups are alike in weight decay. With `kernels` these take the steps of the optimizers that they know.
@@ -84,6 +93,17 @@ class Masters:
         """Whether kernels update, which give other ranks the new parameters too where a part says so."""
         return self._kernels and is_known(self.optimizer, 1, torch.bfloat16 if self._remainders else torch.float32)
 
+    @property
+    def can_sum(self) -> bool:
+        """Whether `update_offered` may be called."""
+        return self.by_kernels
+
+    @torch.no_grad()
+    def update_offered(self, grads: Sequence[torch.Tensor | Offered], scale: torch.Tensor) -> None:
+        """As `update`, of gradients some of which are summed over ranks in the same pass over memory."""
+        self.take_over_written()
+        self._update_by_kernels(grads, scale)
+
     @torch.no_grad()
     def update(self, grads: Sequence[torch.Tensor], scale: torch.Tensor | None) -> None:
         """One step on gradients, which are multiplied by `scale`, float64 []: new masters, and what is updated here of the parameters."""
@@ -107,7 +127,7 @@ class Masters:
                 value.grad = None
         self.publish()
 
-    def _update_by_kernels(self, grads: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
+    def _update_by_kernels(self, grads: Sequence[torch.Tensor | Offered], scale: torch.Tensor) -> None:
         following = self._steps.next()
         masters = self._remainders or [value.detach() for value in self.values]
         for part, value, master, grad in zip(self._parts, self.values, masters, grads, strict=True):
@@ -122,7 +142,7 @@ class Masters:
                 shard=part.shard,
                 rank=part.rank,
                 push=part.addresses.numel() > 1,
-                grads=grad,
+                **({"grads": grad} if isinstance(grad, torch.Tensor) else grad._asdict()),
             )
 
     def _update_remainders(self, grads: Sequence[torch.Tensor], scale: torch.Tensor) -> None:

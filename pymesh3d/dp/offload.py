@@ -60,7 +60,12 @@ class OffloadedMasters(Masters):
                 wait_for_gpu("copying optimizer state to the CPU", self._axis)
         super().confirm(taken)
 
-    def _update_by_kernels(self, grads: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
+    @property
+    def can_sum(self) -> bool:
+        """Not in pieces."""
+        return False
+
+    def _update_by_kernels(self, grads: Sequence[Any], scale: torch.Tensor) -> None:
         def work(piece: Piece, rule: AdamW | SGD, master: torch.Tensor, *remembered: torch.Tensor) -> None:
             part = self._parts[piece.number]
             update(

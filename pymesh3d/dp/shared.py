@@ -161,6 +161,19 @@ class SharedMemory:
             if bucket in self._lent:
                 self._flags.tell(len(self._number) + number, self._calls[number])
 
+    def wire(self, bucket: Bucket) -> torch.dtype:
+        """What contributions to its gradients are rounded to."""
+        return wire_of(bucket, self._wire)
+
+    def offer(self, buckets: Sequence[Bucket]) -> torch.Tensor:
+        """In place of `reduce`, where nothing is summed during passes: what this rank contributes lies rounded at `addresses`, for whoever
+        sums it up himself after a `meet`. The largest absolute value of it, float32 [], infinite if a number is not finite."""
+        found = []
+        for bucket in buckets:
+            found.append(torch.empty(bucket.size // TILE, device=self._device))
+            round_in_place(bucket.grads, self.wire(bucket), found[-1])
+        return torch.cat(found).amax()
+
     def _fetch(self, bucket: Bucket, out: torch.Tensor, wire: torch.dtype, add: bool) -> None:
         """By copy engines, in pieces if it has many. It is summed up later, by the stream that computes: beside a product the kernel would
         take three times as long, and the product would wait."""

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
+from pymesh3d.comm.collectives import gather_rows
 from pymesh3d.comm.watch import fetched
 from pymesh3d.config import require_number, require_positive
 from pymesh3d.dp.buckets import Bucket, make_buckets
@@ -178,6 +179,10 @@ class Zero:
         """
         if max_norm is not None:
             require_number("max_norm", max_norm, default="None, which switches clipping off", above_zero=True)
+        if max_norm is None and self._masters.can_sum:
+            self._require_unchanged()
+            if (largest := self._gradients.offer()) is not None:
+                return self._step_at_once(largest, veto)
         self.reduce()
         total = self.norm() if veto is None else self.norm() + veto
         factor = torch.ones_like(total) if max_norm is None else clip_factor(total, max_norm)
@@ -189,11 +194,25 @@ class Zero:
         taken = math.isfinite(norm)  # every rank has the same bits, so all take the step or none
         if taken and not ahead:
             self._update(None if max_norm is None else factor)
-        if not taken:
-            self.steps_skipped += 1
-            if self.mesh.rank == 0:
-                log.warning("gradient norm is %s: step skipped on all ranks (%d skipped so far)", norm, self.steps_skipped)
-        self._end_step(taken)
+        self._end_step(taken, norm)
+        return norm, taken
+
+    def _step_at_once(self, largest: torch.Tensor, veto: torch.Tensor | None) -> tuple[float, bool]:
+        """Sum, update and give back in one pass over memory, which the links decide. Whether all numbers are finite is known before; a sum
+        that might not be, as contributions of 1e38 are that large, counts as one that is not."""
+        gradients, every = self._gradients, self.mesh.all
+        most = gather_rows(largest, every, "gradients' size").amax()
+        vote = torch.where(most < torch.finfo(most.dtype).max / self.mesh.dp.size, 0.0, torch.inf).double()
+        if veto is not None:
+            vote = vote + veto
+        self._exchange.meet()
+        grads = [gradients.offered.get(bucket, owned) for bucket, owned in zip(self.buckets, gradients.owned, strict=True)]
+        self._masters.update_offered(grads, torch.where(vote == 0.0, 1.0, torch.nan))
+        total = torch.where(vote == 0.0, self.norm(), vote)
+        norm: float = fetched(total, "gradient norm", every)().item()
+        taken = math.isfinite(norm)
+        self._exchange.meet()
+        self._end_step(taken, norm)
         return norm, taken
 
     def reduce(self) -> None:
@@ -220,7 +239,11 @@ class Zero:
         self._masters.update(self._gradients.owned, scale)
         self._give_back(pushed=self._masters.by_kernels and isinstance(self._exchange, SharedMemory))
 
-    def _end_step(self, taken: bool) -> None:
+    def _end_step(self, taken: bool, norm: float = math.nan) -> None:
+        if not taken:
+            self.steps_skipped += 1
+            if self.mesh.rank == 0:
+                log.warning("gradient norm is %s: step skipped on all ranks (%d skipped so far)", norm, self.steps_skipped)
         if self._masters.by_rules:
             self._masters.confirm(taken)
         self.steps_taken += taken

@@ -44,7 +44,8 @@ OF_BFLOAT16, OF_FLOAT32 = ({"DTYPE": dtype, "SQUARES": 70} for dtype in ("bfloat
 ALONE = {"copies": None, "ADD": True}
 ADAMW = {"ADAMW": True, "DECOUPLED": True, "WEIGHT": "bfloat16"}
 SGD = {"ADAMW": False, "DECOUPLED": False, "WEIGHT": "float32", "PUSHED": 0, "average_square": None, "contributions": None}
-NUMBERS = " *i64 *fp64 i32" + " fp32" * 8
+NUMBERS = " *i64 *fp64{} i32" + " fp32" * 8
+UNTOLD: dict[str, Any] = {"squares": None}
 KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "philox normal float32": ("philox", "philox_fill_kernel", "*fp32" + PHILOX, {"NORMAL": True, "BLOCK_ROWS": 1, "BLOCK_COLS": 1024}),
     "philox normal bfloat16": ("philox", "philox_fill_kernel", "*bf16" + PHILOX, {"NORMAL": True, "BLOCK_ROWS": 1024, "BLOCK_COLS": 1}),
@@ -117,13 +118,14 @@ KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "wait for ranks": ("signals", "wait_for_ranks_kernel", "*i64 *i64 *i64 i32 i32 i32 i64", {"RANKS": 4}),
     "meet": ("signals", "meet_kernel", "*i64 *i32 *i64 *i64 i32 i32 i64", {"RANKS": 4, "num_warps": 1}),
     **{
-        f"zero round {wide} to {narrow}": (
+        f"zero round {wide} to {narrow}{', largest told' if told else ''}": (
             "zero_reduce",
             "round_in_place_kernel",
-            f"*{wide}:16 *{narrow}:16",
-            {"TILE": 1024, "WIDTH": width},
+            f"*{wide}:16 *{narrow}:16" + told,
+            {"TILE": 1024, "WIDTH": width} | ({} if told else {"largest": None}),
         )
         for wide, narrow, width in (("fp32", "bf16", 2), ("fp64", "bf16", 4), ("fp64", "fp16", 4), ("fp64", "fp32", 2))
+        for told in ("", " *fp32")
     },
     **{
         f"zero reduce {kind}": ("zero_reduce", "reduce_shard_kernel", f"*i64 *{out}:16{copies} *fp64 i32 i32", constants)
@@ -142,34 +144,34 @@ KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "zero AdamW": (
         "zero_step",
         "update_kernel",
-        "*fp32:16 *fp32:16 *fp32:16 *fp32:16" + NUMBERS,
-        BUCKET | ADAMW | {"contributions": None, "PUSHED": 0},
+        "*fp32:16 *fp32:16 *fp32:16 *fp32:16" + NUMBERS.format(""),
+        BUCKET | ADAMW | UNTOLD | {"contributions": None, "PUSHED": 0},
     ),
     "zero AdamW of contributions with push": (
         "zero_step",
         "update_kernel",
-        "*i64 *fp32:16 *fp32:16 *fp32:16" + NUMBERS,
+        "*i64 *fp32:16 *fp32:16 *fp32:16" + NUMBERS.format(" *fp64"),
         BUCKET | ADAMW | {"grads": None, "PUSHED": 2},
     ),
     "zero AdamW of contributions, masters of 16 bits": (
         "zero_step",
         "update_kernel",
-        "*i64 *i16:16 *fp32:16 *fp32:16" + NUMBERS,
+        "*i64 *i16:16 *fp32:16 *fp32:16" + NUMBERS.format(" *fp64"),
         BUCKET | ADAMW | {"grads": None, "PUSHED": 2},
     ),
     "zero Adam of float32": (
         "zero_step",
         "update_kernel",
-        "*fp32:16 *fp32:16 *fp32:16 *fp32:16" + NUMBERS,
-        BUCKET | ADAMW | {"DECOUPLED": False, "WEIGHT": "float32", "contributions": None, "PUSHED": 2},
+        "*fp32:16 *fp32:16 *fp32:16 *fp32:16" + NUMBERS.format(""),
+        BUCKET | ADAMW | UNTOLD | {"DECOUPLED": False, "WEIGHT": "float32", "contributions": None, "PUSHED": 2},
     ),
-    "zero SGD": ("zero_step", "update_kernel", "*fp32:16 *fp32:16" + NUMBERS, BUCKET | SGD | {"average": None}),
-    "zero SGD with momentum": ("zero_step", "update_kernel", "*fp32:16 *fp32:16 *fp32:16" + NUMBERS, BUCKET | SGD),
+    "zero SGD": ("zero_step", "update_kernel", "*fp32:16 *fp32:16" + NUMBERS.format(""), BUCKET | SGD | UNTOLD | {"average": None}),
+    "zero SGD with momentum": ("zero_step", "update_kernel", "*fp32:16 *fp32:16 *fp32:16" + NUMBERS.format(""), BUCKET | SGD | UNTOLD),
     "zero SGD with Nesterov's, masters of 16 bits": (
         "zero_step",
         "update_kernel",
-        "*fp32:16 *i16:16 *fp32:16" + NUMBERS,
-        BUCKET | SGD | {"DECOUPLED": True, "WEIGHT": "bfloat16", "PUSHED": 2},
+        "*fp32:16 *i16:16 *fp32:16" + NUMBERS.format(""),
+        BUCKET | SGD | UNTOLD | {"DECOUPLED": True, "WEIGHT": "bfloat16", "PUSHED": 2},
     ),
     "cross-entropy bfloat16": ("cross_entropy", "statistics_kernel", "*bf16" + SUMS.format("fp32"), RUNS | {"SMOOTHED": False}),
     "cross-entropy float16": ("cross_entropy", "statistics_kernel", "*fp16" + SUMS.format("fp32"), RUNS | {"SMOOTHED": True}),

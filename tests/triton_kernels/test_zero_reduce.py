@@ -147,6 +147,25 @@ def test_gradients_are_rounded_to_the_front_of_their_tiles(form: Any, dtype: tor
     assert torch.equal(bits(frame(bucket)), bits(before)), "what lies behind and beside it has changed"
 
 
+@pytest.mark.parametrize("form", both(round_in_place, round_in_place_ref))
+@pytest.mark.parametrize(("dtype", "wire"), [pair for pair in PAIRS if pair[0] != pair[1]])
+def test_the_largest_number_of_each_tile_is_told(form: Any, dtype: torch.dtype, wire: torch.dtype) -> None:
+    """As it is sent; infinite where one is not finite, or too large to be sent."""
+    (bucket,) = buckets(1, 6, dtype)
+    bucket[5], bucket[TILE + 1], bucket[2 * TILE + 9], bucket[4 * TILE - 1] = -70.0, torch.nan, -torch.inf, 3e38
+    bucket[4 * TILE : 5 * TILE] = 0.0
+    expected = bucket.to(wire).view(-1, TILE)[:, :].float().abs()
+    largest, told = framed(torch.full((6,), torch.nan), margin=7.0), [70.0, torch.inf, torch.inf, torch.inf, 0.0, float(expected[5].max())]
+    if wire != torch.float16:
+        told[3] = float(expected[3].max())
+        assert 2.9e38 < told[3] < torch.inf, "this one can be sent"
+    rounded_alone = bucket.clone()
+    form(rounded_alone, wire)
+    form(bucket, wire, largest)
+    assert largest.tolist() == told and torch.equal(bits(bucket), bits(rounded_alone))
+    assert (frame(largest) == 7.0).sum() == 2 * MARGIN, "nothing beside it"
+
+
 def agrees(form: Forms, ranks: int, shard: int, dtype: torch.dtype, wire: torch.dtype, places: int, *, add: bool) -> bool:
     """The sum in its order, bit for bit, and as it is in float64; its squares; nothing else written; the same bits each time."""
     contributions = buckets(ranks, TILES, dtype)

@@ -272,8 +272,10 @@ def check_contributions(
         squares = torch.zeros(3, dtype=torch.float64, device=DEVICE)
         of_shard = {"first": number * one.numbers // TILE, "rank": rank, "accumulated": contributions[0].dtype}
         reduce_shard(places, summed, squares, wire=wire, **of_shard)
-        one.step(step, 0.3, rank=rank, contributions=places, **options)
+        told = torch.full((one.numbers // TILE,), torch.nan, dtype=torch.float64, device=DEVICE)
+        one.step(step, 0.3, rank=rank, contributions=places, squares=told, **options)
         other.step(step, 0.3, rank=rank, grads=summed)
+        assert torch.allclose(told, summed.double().square().view(-1, TILE).sum(1), rtol=1e-14, atol=0), f"squares in step {step}"
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(one.tensors(), other.tensors(), strict=True)), f"step {step}"
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(contributions, kept, strict=True))
     assert not torch.equal(one.part(rank), Shard(name, ranks, number).part(rank)) and one.unchanged(but=tuple(range(ranks)))
