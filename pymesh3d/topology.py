@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 import re
 import socket
@@ -76,6 +77,16 @@ class Topology:
         """The first of `groups` that leaves its NVLink domain; without GPUs, its host."""
         slow = LINKS[LINKS.index("PCIe" if self.on_gpu else "network") :]
         return next((ranks for ranks in groups if self.slowest(ranks) in slow), None)
+
+    def domain_size(self, groups: Sequence[Sequence[int]]) -> int:
+        """How many ranks of a group are in each NVLink domain (without GPUs: on each host), next to one another; 1 where they are not, or
+        domains have unlike numbers of them. All of `groups` are equally long."""
+        size = next((n for n, rank in enumerate(groups[0]) if self.outside_nvlink([[groups[0][0], rank]])), len(groups[0]))
+        firsts = [list(group[::size]) for group in groups]
+        runs = [group[start : start + size] for group in groups for start in range(0, len(group), size)]
+        alike = len(groups[0]) % size == 0 and self.outside_nvlink(runs) is None
+        apart = all(self.outside_nvlink([[a, b]]) for line in firsts for a, b in itertools.combinations(line, 2))
+        return size if alike and apart else 1
 
     def slowest_of(self, groups: Sequence[Sequence[int]]) -> str:
         """The slowest link inside any of `groups`."""

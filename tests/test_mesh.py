@@ -298,6 +298,23 @@ def test_the_time_limit_holds_for_every_group(ranks: Ranks) -> None:
     assert ranks(4, limits) == [[17.0] * 5] * 4
 
 
+def lines_across() -> tuple[list[int], float, bool]:
+    mesh = init_mesh(device="cpu", dp=-1, tp=2)
+    line = mesh.across(mesh.dp, 2)
+    total = torch.tensor([10.0**mesh.rank])
+    dist.all_reduce(total, group=line.group)
+    again = mesh.across(mesh.dp, 2) is line
+    mesh.close()
+    return [line.rank, *line.ranks], total.item(), again
+
+
+def test_lines_across_runs_of_neighbours_are_made_once(ranks: Ranks) -> None:
+    """Of a group with ranks 0, 2, 4, 6: in runs of two, the first and the second of each."""
+    for rank, (line, total, again) in enumerate(ranks(8, lines_across)):
+        assert line == [rank // 4, rank % 4, rank % 4 + 4] and again, rank
+        assert total == 10.0 ** (rank % 4) + 10.0 ** (rank % 4 + 4), rank
+
+
 def subgroups() -> tuple[tuple[int, ...], float, bool, bool]:
     mesh = init_mesh(device="cpu", dp=1, tp=-1)
     pair = mesh.subgroup(mesh.tp, 2)

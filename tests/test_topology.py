@@ -88,6 +88,32 @@ def test_tp_over_pcie_is_found_on_gpus() -> None:
     assert hosts_of(layout, nodes=1, gpus={}).slowest_of(tp_groups(layout)) == "unknown"
 
 
+@pytest.mark.parametrize(
+    ("hosts", "size"),
+    [
+        ("aaaa", 4),
+        ("aabb", 2),
+        ("aabbcc", 2),
+        ("aaabbb", 3),
+        *((hosts, 1) for hosts in ["a", "abcd", "aaab", "abbb", "aaaabb", "aabbbb", "abab", "abba", "aabbaa"]),
+    ],
+)
+def test_how_many_neighbours_are_on_each_host(hosts: str, size: int) -> None:
+    """Equally many on each, one host after the other."""
+    topology = Topology(hosts=tuple(hosts), devices=(0,) * len(hosts), links={}, on_gpu=False)
+    assert topology.domain_size([range(len(hosts))]) == size
+
+
+def test_how_many_neighbours_are_in_each_nvlink_domain() -> None:
+    gpus = Topology(hosts=("a",) * 4 + ("b",) * 4, devices=(0, 1, 2, 3) * 2, links=parse_nvidia_topology(MATRIX), on_gpu=True)
+    assert gpus.domain_size([range(8)]) == 2, "four pairs"
+    assert gpus.domain_size([[0, 1], [2, 3], [6, 7]]) == 2 and gpus.domain_size([[0, 1], [1, 2]]) == 1, "all groups are alike"
+    assert gpus.domain_size([[0, 2], [4, 6]]) == gpus.domain_size([[0, 2, 1, 3]]) == 1, "neighbours"
+    chain = {(a, b): "NVLink" if abs(a - b) < 2 else "PCIe" for a in range(3) for b in range(3)}
+    line = Topology(hosts=("a",) * 3, devices=(1, 0, 2), links=chain, on_gpu=True)
+    assert line.domain_size([[0, 1, 2]]) == 1, "each is linked with each"
+
+
 def test_links_are_ordered_from_fast_to_slow() -> None:
     assert LINKS == ("none", "NVLink", "unknown", "PCIe", "shared memory", "network")
 

@@ -68,24 +68,72 @@ def wire_of(bucket: Bucket, reduce_dtype: torch.dtype | None) -> torch.dtype:
 
 
 class _Sent(NamedTuple):
-    """The contributions to one bucket, under way to the owners of its shards."""
+    """Numbers under way to those who add them up."""
 
     rows: Pending
-    grads: torch.Tensor
     out: torch.Tensor
     add: bool
+    whole: torch.Tensor
+
+
+class Sums:
+    """Each rank's part of what all ranks of an axis have, added up in their order by all-to-all and torch's sum, on a stream of its own.
+
+    All ranks of `everywhere`, if that is one, get all sums then.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device, *, everywhere: Axis | None) -> None:
+        self._axis, self._everywhere = axis, everywhere
+        self._sent: collections.deque[_Sent] = collections.deque()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and axis.size > 1 else None
+
+    def start(self, parts: torch.Tensor, wire: torch.dtype, out: torch.Tensor, *, add: bool, whole: torch.Tensor) -> None:
+        """Begin to sum `parts`, one for each rank, rounded to `wire`: this rank's into `out`, or with `add` to what that has. `whole` gets
+        those of all ranks, where these are wanted."""
+        with self._aside():
+            if self._stream is not None:
+                parts.record_stream(self._stream)
+            self._sent.append(_Sent(all_to_all(parts.to(wire), self._axis), out, add, whole))
+            if len(self._sent) == 2:  # one travels while the other is added up; more would only take memory
+                self._add_up()
+
+    def finish(self) -> None:
+        """What is enqueued from now on finds the sums."""
+        with self._aside():
+            while self._sent:
+                self._add_up()
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _add_up(self) -> None:
+        rows, out, add, whole = self._sent.popleft()
+        total = rows.wait().view(self._axis.size, -1).sum(0, dtype=compute_dtype(out.dtype))
+        if add:
+            out.add_(total)
+        else:
+            out.copy_(total)
+        if self._everywhere is not None:
+            all_gather(out, self._everywhere, out=whole).wait()
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
 
 
 class Collectives:
-    """By all-to-all, all-gather and torch's sum, wherever torch.distributed goes.
+    """By collectives, wherever torch.distributed goes.
 
     `wire`: what contributions are rounded to (None: the parameters' dtype). With `everywhere` all ranks get all sums.
     """
 
     def __init__(self, axis: Axis, device: torch.device, *, wire: torch.dtype | None, everywhere: bool) -> None:
-        self._axis, self._device, self._wire, self._everywhere = axis, device, wire, everywhere
-        self._sent: collections.deque[_Sent] = collections.deque()
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and axis.size > 1 else None
+        self._axis, self._device, self._wire = axis, device, wire
+        self._sums = Sums(axis, device, everywhere=axis if everywhere else None)
 
     def memory(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
         """See `Exchange`."""
@@ -100,21 +148,11 @@ class Collectives:
 
     def reduce(self, bucket: Bucket, out: torch.Tensor, *, add: bool = False, beside: bool = False, last: bool = False) -> None:
         """See `Exchange`."""
-        with self._aside():
-            if self._stream is not None:
-                bucket.grads.record_stream(self._stream)
-            contribution = bucket.grads.to(wire_of(bucket, self._wire))
-            self._sent.append(_Sent(all_to_all(contribution, self._axis), bucket.grads, out, add))
-            if len(self._sent) == 2:  # one travels while the other is added up; more would only take memory
-                self._add_up()
+        self._sums.start(bucket.grads, wire_of(bucket, self._wire), out, add=add, whole=bucket.grads)
 
     def finish(self) -> None:
         """See `Exchange`."""
-        with self._aside():
-            while self._sent:
-                self._add_up()
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+        self._sums.finish()
 
     def squares(self, buckets: Sequence[Bucket]) -> torch.Tensor | None:
         """See `Exchange`."""
@@ -126,25 +164,6 @@ class Collectives:
     def gathering(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> AllGathers:
         """See `Exchange`."""
         return AllGathers(self._axis, pairs)
-
-    def _add_up(self) -> None:
-        rows, grads, out, add = self._sent.popleft()
-        total = rows.wait().view(self._axis.size, -1).sum(0, dtype=compute_dtype(out.dtype))
-        if add:
-            out.add_(total)
-        else:
-            out.copy_(total)
-        if self._everywhere:
-            all_gather(out, self._axis, out=grads).wait()
-
-    @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield
 
 
 class AllGathers:

@@ -25,8 +25,16 @@ SLOTS = 2  # so many pieces can be here, or under way: while one is awaited of a
 ALIGNED = 512  # bytes
 
 
+class Span(NamedTuple):
+    """Some numbers of one shard: where they begin in the bucket, and in all that this rank sums of it, and how many they are."""
+
+    begin: int
+    at: int
+    length: int
+
+
 class Fetched(NamedTuple):
-    """What copies fetch of one piece of a bucket: `sum_up` starts the kernel for it."""
+    """What copies fetch of one piece of a bucket: `sum_up` starts the kernels for it."""
 
     bucket: Bucket
     flag: int  # that says that it is here, with the number of the call
@@ -41,6 +49,8 @@ class SharedMemory:
     Beside a backward pass copy engines fetch it, and a kernel sums it up in between: one that waits, or reads over a link, would keep a
     multiprocessor from products that want them all. (1B model on 2 x H200: 16 programs that did slowed a step by 8.5 of 441 ms.)
 
+    Where a bucket has more shards than ranks share memory, as in `Hierarchical`, a rank sums every so manieth, into one after the other.
+
     Whoever changes memory that was read must know that all have done so: from an exchange that all took part in after their reads, as of
     the norm, or from `meet`. Only with memory that was lent this sees to it itself.
     """
@@ -54,22 +64,33 @@ class SharedMemory:
         self._awaited = [0] * len(buckets)  # of these calls: until which one others have read
         self._meetings = 0
         self._piece = FETCHED // axis.size // TILE * TILE
-        pieces = [-(-bucket.shard_size // self._piece) for bucket in buckets]
-        self._squares = torch.zeros(sum(pieces), self._programs, dtype=torch.float64, device=device)
-        ends = list(itertools.accumulate(pieces))
-        self._rows = [range(end - count, end) for end, count in zip(ends, pieces, strict=True)]  # of these, by bucket
+        cut = [self._cut(bucket) for bucket in buckets]
+        self._pieces = [piece for pieces in cut for piece in pieces]
+        self._squares = torch.zeros(len(self._pieces), self._programs, dtype=torch.float64, device=device)
+        ends = list(itertools.accumulate(map(len, cut)))
+        self._rows = [range(end - len(pieces), end) for end, pieces in zip(ends, cut, strict=True)]  # of these, by bucket
         # By bucket, that it is there, and that it has been read; that of `meet`; and by row, that it has been fetched.
-        self._flags = Flags("gradients", axis, device, 2 * len(buckets) + 1 + sum(pieces))
+        self._flags = Flags("gradients", axis, device, 2 * len(buckets) + 1 + len(self._pieces))
         self._places: dict[int, tuple[SymmetricBuffer, int]] = {}  # by the address of what lies there: in which buffer, at which byte
         self._on_all: dict[int, torch.Tensor] = {}  # and where on each rank
         self._lent: dict[Bucket, torch.Tensor] = {}
         self._in_the_way: dict[Bucket, list[Bucket]] = {}  # of each of these: others whose memory overlaps
-        self._tables: dict[tuple[Bucket, int, int], torch.Tensor] = {}
+        self._tables: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._fetches: dict[tuple[int, int], Steps] = {}
         self._summing_aside, self._gathering_aside = Aside(device), Aside(device)
         self._slots: list[torch.Tensor] = []  # for contributions of the others, where copies put them
         self._turn = 0  # which of these is next
         self._fetched: collections.deque[Fetched] = collections.deque()  # and not summed up yet, or under way
+
+    def _cut(self, bucket: Bucket) -> list[list[Span]]:
+        """What this rank sums of a bucket, in pieces that are fetched at once."""
+        size, shards = bucket.shard_size, range(self._axis.rank, bucket.shards, self._axis.size)
+        pieces, end = [], size * len(shards)
+        for first in range(0, end, self._piece):
+            last = min(first + self._piece, end)
+            edges = [first, *range((first // size + 1) * size, last, size), last]
+            pieces.append([Span(shards[at // size] * size + at % size, at, stop - at) for at, stop in itertools.pairwise(edges)])
+        return pieces
 
     def memory(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
         """See `Exchange`."""
@@ -155,9 +176,9 @@ class SharedMemory:
                 round_in_place(bucket.grads, wire)
             self._flags.tell(number, self._calls[number])
             self._flags.wait(number, self._calls[number])
-            squares = self._squares[self._rows[number].start : self._rows[number].stop].view(-1)
-            begin = self._axis.rank * bucket.shard_size
-            self._summing(bucket, self.addresses(bucket.grads), out, squares, begin, wire=wire, rounded=not beside, add=add)()
+            for row in self._rows[number]:
+                sources = [self.addresses(bucket.grads)] * len(self._pieces[row])
+                self._summing(bucket, row, sources, out, wire=wire, rounded=not beside, add=add)()
             if bucket in self._lent:
                 self._flags.tell(len(self._number) + number, self._calls[number])
 
@@ -175,10 +196,10 @@ class SharedMemory:
         return torch.cat(found).amax()
 
     def _fetch(self, bucket: Bucket, out: torch.Tensor, wire: torch.dtype, add: bool) -> None:
-        """By copy engines, in pieces if it has many. It is summed up later, by the stream that computes: beside a product the kernel would
+        """By copy engines, in pieces if it has many. It is summed up later, by the stream that computes: beside a product a kernel would
         take three times as long, and the product would wait."""
         number = self._number[bucket]
-        for piece, row in enumerate(self._rows[number]):
+        for row in self._rows[number]:
             if len(self._fetched) == SLOTS:
                 if self._fetched[0].bucket is bucket:
                     with self._summing_aside():
@@ -186,24 +207,23 @@ class SharedMemory:
                 else:
                     self._sum_oldest()
             self._turn = (self._turn + 1) % SLOTS
-            part = out[piece * self._piece : (piece + 1) * self._piece]
-            begin = self._axis.rank * bucket.shard_size + piece * self._piece
             if (row, self._turn) not in self._fetches:
-                self._fetches[row, self._turn] = self._fetching(bucket, row, begin, part.numel())
+                self._fetches[row, self._turn] = self._fetching(bucket, row)
             self._summing_aside.start(self._fetches[row, self._turn], self._calls[number])
-            sources = self._beginnings(bucket, begin)
-            sum_up = self._summing(bucket, sources, part, self._squares[row], begin, wire=wire, rounded=False, add=add)
+            sum_up = self._summing(bucket, row, self._beginnings(bucket, row), out, wire=wire, rounded=False, add=add)
             self._fetched.append(Fetched(bucket, 2 * len(self._number) + 1 + row, self._calls[number], sum_up))
 
-    def _fetching(self, bucket: Bucket, row: int, begin: int, length: int) -> Steps:
-        """Those that fetch the others' contributions to numbers from `begin` on, of this rank's shard."""
+    def _fetching(self, bucket: Bucket, row: int) -> Steps:
+        """Those that fetch the others' contributions to a piece."""
         number, (buffer, place) = self._number[bucket], self._places[bucket.grads.data_ptr()]
         steps = Steps(self._flags, self._device)
         if row == self._rows[number][0]:
             steps.tell(number)
             steps.wait(number)
         for other, there in self._places_of_others(bucket.grads.dtype).items():
-            steps.copy(there[:length], buffer.part(other, (length,), there.dtype, place + begin * there.element_size()))
+            lengths = [span.length for span in self._pieces[row]]
+            for span, part in zip(self._pieces[row], there[: sum(lengths)].split(lengths), strict=True):
+                steps.copy(part, buffer.part(other, (span.length,), there.dtype, place + span.begin * there.element_size()))
         steps.tell_here(2 * len(self._number) + 1 + row)
         if bucket in self._lent and row == self._rows[number][-1]:
             steps.tell(len(self._number) + number)
@@ -213,7 +233,8 @@ class SharedMemory:
         """By rank, the nearest following one first: where copies put a piece of its contribution, in this turn."""
         if not self._slots:
             longest = max(
-                min(bucket.shard_size, self._piece) * self._lent.get(bucket, bucket.grads).element_size() for bucket in self._number
+                min(bucket.size // self._axis.size, self._piece) * self._lent.get(bucket, bucket.grads).element_size()
+                for bucket in self._number
             )
             slots = torch.empty(SLOTS, self._axis.size - 1, longest, dtype=torch.uint8, device=self._device)
             self._slots = list(slots)
@@ -225,35 +246,37 @@ class SharedMemory:
         self._flags.wait_here(fetched.flag, fetched.call)
         fetched.sum_up()
 
-    def _beginnings(self, bucket: Bucket, begin: int) -> torch.Tensor:
-        """Where a bucket would begin whose numbers from `begin` on are what was fetched of each other rank; of this one where it does."""
-        key = bucket, begin, self._turn
+    def _beginnings(self, bucket: Bucket, row: int) -> list[torch.Tensor]:
+        """For each span of a piece: where a bucket would begin whose numbers there are what was fetched of each other rank; of this rank
+        where it does."""
+        key = row, self._turn
         if key not in self._tables:
-            dtype = bucket.grads.dtype
-            table = {rank: row.data_ptr() - begin * dtype.itemsize for rank, row in self._places_of_others(dtype).items()}
-            table[self._axis.rank] = bucket.grads.data_ptr()
-            self._tables[key] = torch.tensor([table[rank] for rank in range(self._axis.size)], dtype=torch.int64, device=self._device)
+            dtype, first = bucket.grads.dtype, self._pieces[row][0].at
+            places = self._places_of_others(dtype)
+            tables = []
+            for span in self._pieces[row]:
+                table = {rank: there.data_ptr() + (span.at - first - span.begin) * dtype.itemsize for rank, there in places.items()}
+                table[self._axis.rank] = bucket.grads.data_ptr()
+                tables.append([table[rank] for rank in range(self._axis.size)])
+            self._tables[key] = list(torch.tensor(tables, dtype=torch.int64, device=self._device))
         return self._tables[key]
 
     def _summing(
         self,
         bucket: Bucket,
-        contributions: torch.Tensor,
+        row: int,
+        sources: Sequence[torch.Tensor],
         out: torch.Tensor,
-        squares: torch.Tensor,
-        begin: int,
         *,
         wire: torch.dtype,
         rounded: bool,
         add: bool,
     ) -> Callable[[], None]:
-        """What starts the kernel, also when the bucket has given its memory back."""
-        return functools.partial(
+        """What starts the kernels for a piece, also when the bucket has given its memory back. `sources`: for each of its spans, where the
+        bucket begins on each rank."""
+        kernel = functools.partial(
             reduce_shard,
-            contributions,
-            out,
-            squares,
-            first=begin // TILE,
+            squares=self._squares[row],  # of the last span: whoever has several does not ask
             rank=self._axis.rank,
             wire=wire,
             rounded=rounded,
@@ -262,6 +285,16 @@ class SharedMemory:
             add=add,
             copies=self.addresses(bucket.grads) if self._everywhere else None,
         )
+
+        def start() -> None:
+            for span, contributions in zip(self._pieces[row], sources, strict=True):
+                kernel(contributions, out[span.at : span.at + span.length], first=span.begin // TILE)
+
+        return start
+
+    def summed(self, bucket: Bucket) -> bool:
+        """Whether what is enqueued from now on finds the sums of a bucket that was fetched beside a pass."""
+        return all(fetched.bucket is not bucket for fetched in self._fetched)
 
     def finish(self) -> None:
         """See `Exchange`."""

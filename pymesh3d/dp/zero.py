@@ -20,8 +20,9 @@ from pymesh3d.comm.collectives import gather_rows
 from pymesh3d.comm.watch import fetched
 from pymesh3d.config import require_number, require_positive
 from pymesh3d.dp.buckets import Bucket, make_buckets
-from pymesh3d.dp.exchange import Collectives
+from pymesh3d.dp.exchange import Collectives, Exchange
 from pymesh3d.dp.gradients import Gradients
+from pymesh3d.dp.hierarchical import Hierarchical
 from pymesh3d.dp.masters import Masters, Optimizer, Part
 from pymesh3d.dp.norm import clip_factor
 from pymesh3d.dp.offload import OffloadedMasters
@@ -67,9 +68,10 @@ class Zero:
     `reduce_dtype` is what a rank's contribution is rounded to, once, before it is sent (default: the parameters' dtype). With
     `param_remainders` only what bfloat16 parameters lack of their masters is kept, 2 bytes in place of 4, under torch's AdamW, Adam and
     SGD. With `offload` masters and the state of these three are in the CPU's memory, and pass through the GPU in each step, with the same
-    bits; what holds them on the GPU during a step does not grow with the model. `kernels`: whether ranks read each other's memory by
-    kernels, which also take the steps of these three (default: on GPUs whose dp ranks are in one NVLink domain). All values become those
-    of the first dp rank. Raises ConfigError for what it cannot use, DistributedError where ranks have different modules.
+    bits; what holds them on the GPU during a step does not grow with the model. `kernels`: whether ranks of one NVLink domain read each
+    other's memory by kernels, which also take the steps of these three (default: on GPUs); others talk by collectives, as all do where
+    domains have unlike numbers of dp ranks. All values become those of the first dp rank. Raises ConfigError for what it cannot use,
+    DistributedError where ranks have different modules.
     """
 
     def __init__(
@@ -313,13 +315,15 @@ class Zero:
         self._give_back()
 
 
-def _exchange(
-    buckets: Sequence[Bucket], mesh: Mesh, *, wire: torch.dtype | None, everywhere: bool, kernels: bool
-) -> Collectives | SharedMemory:
-    """By kernels, where dp ranks are in one domain and can share memory, else by collectives."""
-    if kernels and mesh.dp.size > 1 and mesh.topology.outside_nvlink(mesh.along("dp").tolist()) is None:
+def _exchange(buckets: Sequence[Bucket], mesh: Mesh, *, wire: torch.dtype | None, everywhere: bool, kernels: bool) -> Exchange:
+    """By kernels, where dp ranks are in one domain and can share memory, or so many in each of several; else by collectives."""
+    domain = mesh.topology.domain_size(mesh.along("dp").tolist()) if kernels else 1
+    if domain > 1:
         try:
-            return SharedMemory(mesh.dp, mesh.device, buckets, wire=wire, everywhere=everywhere)
+            if domain == mesh.dp.size:
+                return SharedMemory(mesh.dp, mesh.device, buckets, wire=wire, everywhere=everywhere)
+            inner, outer = mesh.subgroup(mesh.dp, domain), mesh.across(mesh.dp, domain)
+            return Hierarchical(mesh.dp, inner, outer, mesh.device, buckets, wire=wire, everywhere=everywhere)
         except SharingError as error:  # on all ranks
             log.warning("gradients are summed by collectives: %s", error)
     return Collectives(mesh.dp, mesh.device, wire=wire, everywhere=everywhere)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import nn
 
 from pymesh3d.comm.collectives import all_gather
 from pymesh3d.dp.zero import Zero
+from pymesh3d.launch import launch
 from pymesh3d.mesh import Mesh, init_mesh
 from pymesh3d.triton_kernels import backend
 
@@ -45,9 +47,21 @@ class Late(nn.Linear):
         return y
 
 
-def late_steps(device: str, stage: int, kernels: bool, steps: int, late: bool) -> list[torch.Tensor]:
+def late_steps(device: str, stage: int, kernels: bool, steps: int, hosts: int, late: bool) -> list[torch.Tensor]:
+    """The parameters after some steps of ranks that say that they are on so many hosts."""
+    mesh = mesh_on(device, hosts)
+    found = steps_on(mesh, stage, kernels, steps, late)
+    mesh.close()
+    return [found]
+
+
+def mesh_on(device: str, hosts: int) -> Mesh:
+    os.environ["GROUP_RANK"] = str(int(os.environ["RANK"]) * hosts // int(os.environ["WORLD_SIZE"]))
+    return init_mesh(device=device, timeout_s=60)
+
+
+def steps_on(mesh: Mesh, stage: int, kernels: bool, steps: int, late: bool) -> torch.Tensor:
     """The parameters after some steps of two microbatches, of which every third does not exchange gradients meanwhile."""
-    mesh = init_mesh(device=device, timeout_s=60)
     chance = random.Random(100 + mesh.rank) if late else None
     torch.manual_seed(0)
     model = nn.Sequential(*[Late(mesh, chance) for _ in range(LAYERS)])
@@ -66,14 +80,13 @@ def late_steps(device: str, stage: int, kernels: bool, steps: int, late: bool) -
                 mine = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
             everyone = all_gather(mine[None], mesh.dp).wait()
             assert torch.equal(everyone, mine.expand_as(everyone)), f"replicas differ after step {step} of stage {stage}"
-    mesh.close()
-    return [mine.cpu()]
+    return mine.cpu()
 
 
-def run(ranks: Ranks, device: str, world: int, stage: int, kernels: bool, steps: int) -> None:
+def run(ranks: Ranks, device: str, world: int, stage: int, kernels: bool, steps: int, hosts: int = 1) -> None:
     """Late ranks must end with the very numbers of those that are not."""
-    expected = ranks(world, late_steps, device, stage, kernels, steps, False, timeout=60.0 + steps * 0.2)
-    found = ranks(world, late_steps, device, stage, kernels, steps, True, timeout=60.0 + steps * 0.2)
+    expected = ranks(world, late_steps, device, stage, kernels, steps, hosts, False, timeout=60.0 + steps * 0.2)
+    found = ranks(world, late_steps, device, stage, kernels, steps, hosts, True, timeout=60.0 + steps * 0.2)
     for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert torch.equal(one[0], other[0]), f"rank {rank} has other parameters when ranks are late"
 
@@ -88,6 +101,12 @@ KINDS = [
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_late_ranks_change_nothing(ranks: Ranks, stage: int, kernels: bool) -> None:
     run(ranks, "cpu", 3, stage, kernels, 4 if kernels else 30)
+
+
+@pytest.mark.skipif(not backend.available, reason=backend.reason)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_late_ranks_of_two_hosts_change_nothing(ranks: Ranks, stage: int) -> None:
+    run(ranks, "cpu", 4, stage, True, 4, hosts=2)
 
 
 @pytest.mark.long
@@ -105,3 +124,23 @@ def test_late_gpus_change_nothing(fresh_ranks: Ranks, stage: int) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("dp needs two GPUs")
     run(fresh_ranks, "cuda", 2, stage, True, 1_250)
+
+
+def on_gpus_of_two_hosts(stage: int, device: str = "cuda", steps: int = 500) -> None:
+    mesh = mesh_on(device, 2)
+    by_collectives, few, expected, found = (
+        steps_on(mesh, stage, *given) for given in ((False, 2, False), (True, 2, False), (True, steps, False), (True, steps, True))
+    )
+    assert torch.allclose(few, by_collectives, rtol=1e-4, atol=1e-5), (few - by_collectives).abs().max()
+    assert torch.equal(found, expected), "late ranks have other parameters"
+    mesh.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_late_gpus_of_two_hosts_change_nothing(stage: int) -> None:
+    """The GPUs may be of one host: NCCL goes between those that say they are not."""
+    if torch.cuda.device_count() < 4:
+        pytest.skip("two hosts need four GPUs")
+    assert launch(["-c", f"from tests.dp.test_delays import on_gpus_of_two_hosts; on_gpus_of_two_hosts({stage})"], 4) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from pymesh3d.comm.symmetric import SymmetricBuffer
 from pymesh3d.dp import shared
 from pymesh3d.dp.buckets import Bucket
 from pymesh3d.dp.exchange import Collectives, wire_of
+from pymesh3d.dp.hierarchical import Hierarchical
 from pymesh3d.dp.shared import ALIGNED, SharedMemory
 from pymesh3d.mesh import Mesh, init_mesh
 from pymesh3d.ops.accumulate import add_to
@@ -24,7 +26,15 @@ from pymesh3d.triton_kernels.zero_reduce import TILE
 from tests.kernels import bits, needs_kernels
 
 Ranks = Callable[..., list[Any]]
-KINDS = [Collectives, pytest.param(SharedMemory, marks=needs_kernels)]
+DOMAINS = {4: 2, 6: 3}  # for a hierarchical exchange: ranks, and how many of them share memory
+
+
+def each_kind(*worlds: int, larger: Sequence[int] = (4,)) -> pytest.MarkDecorator:
+    """Each exchange with its numbers of ranks."""
+    plain = [
+        pytest.param(kind, world, marks=marks) for kind, marks in ((Collectives, ()), (SharedMemory, needs_kernels)) for world in worlds
+    ]
+    return pytest.mark.parametrize(("kind", "world"), plain + [pytest.param(Hierarchical, world, marks=needs_kernels) for world in larger])
 
 
 class Numbers(NamedTuple):
@@ -66,13 +76,14 @@ def contribution(bucket: Bucket, rank: int, turn: int) -> torch.Tensor:
     return values.to(bucket.grad_dtype)
 
 
-def by_loop(bucket: Bucket, ranks: int, turns: Sequence[int], sent: torch.dtype) -> torch.Tensor:
-    """The sum of a whole bucket: each contribution is rounded once, then added up rank by rank; of several turns one after the other."""
+def by_loop(bucket: Bucket, ranks: int, turns: Sequence[int], sent: torch.dtype, domain: int | None = None) -> torch.Tensor:
+    """The sum of a whole bucket: each contribution is rounded once, then added up rank by rank, or so within domains of so many, and domain
+    by domain; of several turns one after the other."""
     out: torch.Tensor | None = None
     for turn in turns:
-        total = contribution(bucket, 0, turn).to(sent).to(compute_dtype(bucket.grad_dtype))
-        for rank in range(1, ranks):
-            total = total + contribution(bucket, rank, turn).to(sent).to(total.dtype)
+        parts = [contribution(bucket, rank, turn).to(sent).to(compute_dtype(bucket.grad_dtype)) for rank in range(ranks)]
+        sums = [functools.reduce(torch.add, parts[first : first + (domain or ranks)]) for first in range(0, ranks, domain or ranks)]
+        total = functools.reduce(torch.add, sums)
         out = (total if out is None else total + out.to(total.dtype)).to(bucket.grad_dtype)
     assert out is not None
     return out
@@ -85,7 +96,14 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def exchange_of(kind: type, mesh: Mesh, buckets: Sequence[Bucket], *, wire: torch.dtype | None = None, everywhere: bool = False) -> Any:
     if kind is Collectives:
         return Collectives(mesh.dp, mesh.device, wire=wire, everywhere=everywhere)
+    if kind is Hierarchical:
+        inner, outer = mesh.subgroup(mesh.dp, DOMAINS[mesh.dp.size]), mesh.across(mesh.dp, DOMAINS[mesh.dp.size])
+        return Hierarchical(mesh.dp, inner, outer, mesh.device, buckets, wire=wire, everywhere=everywhere)
     return SharedMemory(mesh.dp, mesh.device, buckets, wire=wire, everywhere=everywhere)
+
+
+def domain_of(kind: type, mesh: Mesh) -> int | None:
+    return DOMAINS[mesh.dp.size] if kind is Hierarchical else None
 
 
 @contextlib.contextmanager
@@ -94,7 +112,8 @@ def slow_readers(mesh: Mesh, exchange: Any, buckets: int) -> Iterator[None]:
     if isinstance(exchange, Collectives):
         yield
         return
-    wait, late = exchange._flags.wait, random.Random(mesh.rank)
+    flags = exchange._inner._flags if isinstance(exchange, Hierarchical) else exchange._flags
+    wait, late = flags.wait, random.Random(mesh.rank)
 
     def slowly(index: int, call: int) -> None:
         wait(index, call)
@@ -102,7 +121,7 @@ def slow_readers(mesh: Mesh, exchange: Any, buckets: int) -> Iterator[None]:
             time.sleep(0.02)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange._flags, "wait", slowly)
+        patch.setattr(flags, "wait", slowly)
         yield
 
 
@@ -110,17 +129,17 @@ MODES = [(beside, last, into_grads) for beside, last in ((False, False), (True, 
 
 
 @contextlib.contextmanager
-def fetched_at_once(mesh: Mesh, tiles: int) -> Iterator[None]:
+def fetched_at_once(kind: type, mesh: Mesh, tiles: int) -> Iterator[None]:
     """So many tiles of a shard."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared, "FETCHED", mesh.dp.size * tiles * TILE)
+        patch.setattr(shared, "FETCHED", (domain_of(kind, mesh) or mesh.dp.size) * tiles * TILE)
         yield
 
 
 def sums(kind: type, tiles: int, kinds: Sequence[Numbers]) -> list[str]:
     """What is wrong, in all modes: three tiles a shard, of which so many are fetched at once; twice, the second time added to the first."""
     mesh, wrong = init_mesh(device="cpu"), []
-    with fetched_at_once(mesh, tiles):
+    with fetched_at_once(kind, mesh, tiles):
         for numbers in kinds:
             bucket = bucket_of(3, mesh.dp.size, numbers)
             assert wire_of(bucket, numbers.wire) == numbers.sent, numbers
@@ -136,29 +155,27 @@ def sums(kind: type, tiles: int, kinds: Sequence[Numbers]) -> list[str]:
                     exchange.reduce(bucket, out, add=turn > 0, beside=beside, last=last)
                     exchange.finish()
                     exchange.meet()  # before memory is changed that others may read
-                expected = bucket.shard(by_loop(bucket, mesh.dp.size, turns, numbers.sent), mesh.rank)
+                expected = bucket.shard(by_loop(bucket, mesh.dp.size, turns, numbers.sent, domain_of(kind, mesh)), mesh.rank)
                 if not same(out, expected):
                     wrong.append(f"{numbers} {mode}: {(out != expected).sum()} of {out.numel()}")
                 squares = exchange.squares([bucket])
-                assert (squares is None) == (kind is Collectives), "only kernels tell squares"
+                assert (squares is None) == (kind is not SharedMemory), "only kernels tell squares, where they have the whole sum"
                 if squares is not None and not torch.isclose(squares.sum(), out.double().square().sum(), rtol=1e-12):
                     wrong.append(f"{numbers} {mode}: squares {squares.sum()}")
     mesh.close()
     return wrong
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("world", "tiles", "kinds"), [(2, 2, NUMBERS), (3, 8, FEWER)])
-def test_each_is_rounded_once_and_summed_in_the_order_of_ranks(
-    ranks: Ranks, kind: type, world: int, tiles: int, kinds: Sequence[Numbers]
-) -> None:
+@each_kind(2, 3, larger=(4, 6))
+def test_each_is_rounded_once_and_summed_in_the_order_of_ranks(ranks: Ranks, kind: type, world: int) -> None:
     """Bit for bit, whether beside a backward pass or not, and by pieces of a shard."""
-    assert ranks(world, sums, kind, tiles, kinds) == [[]] * world
+    tiles = 2 if world in (2, 4) else 8
+    assert ranks(world, sums, kind, tiles, NUMBERS if world == 2 else FEWER) == [[]] * world
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_float64_is_summed_in_float64_whatever_is_sent(ranks: Ranks, kind: type) -> None:
-    assert ranks(2, sums, kind, 8, MORE) == [[]] * 2
+@each_kind(2)
+def test_float64_is_summed_in_float64_whatever_is_sent(ranks: Ranks, kind: type, world: int) -> None:
+    assert ranks(world, sums, kind, 8, MORE) == [[]] * world
 
 
 def test_the_order_of_ranks_tells() -> None:
@@ -171,7 +188,7 @@ def test_the_order_of_ranks_tells() -> None:
 def sums_everywhere(kind: type) -> list[str]:
     """What is wrong where all ranks get all sums."""
     mesh, wrong = init_mesh(device="cpu"), []
-    with fetched_at_once(mesh, 1):
+    with fetched_at_once(kind, mesh, 1):
         for numbers in FEWER:
             bucket = bucket_of(2, mesh.dp.size, numbers)
             exchange = exchange_of(kind, mesh, [bucket], wire=numbers.wire, everywhere=True)
@@ -182,22 +199,22 @@ def sums_everywhere(kind: type) -> list[str]:
                 exchange.reduce(bucket, bucket.shard(memory, mesh.rank), beside=beside, last=last)
                 exchange.finish()
                 exchange.meet()
-                if not same(memory, by_loop(bucket, mesh.dp.size, [0], numbers.sent)):
+                if not same(memory, by_loop(bucket, mesh.dp.size, [0], numbers.sent, domain_of(kind, mesh))):
                     wrong.append(f"{numbers} {beside} {last}")
                 exchange.meet()
     mesh.close()
     return wrong
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_ranks_get_all_sums_if_asked_to(ranks: Ranks, kind: type) -> None:
-    assert ranks(3, sums_everywhere, kind) == [[]] * 3
+@each_kind(3, larger=(4, 6))
+def test_all_ranks_get_all_sums_if_asked_to(ranks: Ranks, kind: type, world: int) -> None:
+    assert ranks(world, sums_everywhere, kind) == [[]] * world
 
 
 def several(kind: type) -> list[str]:
     """What is wrong with five buckets of all sizes that are under way at once; some beside a pass, and the last of them."""
     mesh, wrong = init_mesh(device="cpu"), []
-    with fetched_at_once(mesh, 2):
+    with fetched_at_once(kind, mesh, 2):
         buckets = [bucket_of(tiles, mesh.dp.size, numbers) for tiles, numbers in zip((3, 1, 2, 5, 1), NUMBERS, strict=False)]
         exchange = exchange_of(kind, mesh, buckets)
         for bucket, memory in zip(buckets, exchange.memory([(b.size, b.grad_dtype) for b in buckets]), strict=True):
@@ -210,7 +227,7 @@ def several(kind: type) -> list[str]:
                     exchange.reduce(bucket, bucket.shard(bucket.grads, mesh.rank), beside=beside, last=bucket is buckets[-1])
                 exchange.finish()
             for number, bucket in enumerate(buckets):
-                expected = by_loop(bucket, mesh.dp.size, [10 * turn + number], wire_of(bucket, None))
+                expected = by_loop(bucket, mesh.dp.size, [10 * turn + number], wire_of(bucket, None), domain_of(kind, mesh))
                 if not same(bucket.shard(bucket.grads, mesh.rank), bucket.shard(expected, mesh.rank)):
                     wrong.append(f"bucket {number} in turn {turn}")
             for chosen in (buckets, buckets[1:4], buckets[3:], [buckets[4], buckets[0]]):
@@ -223,9 +240,9 @@ def several(kind: type) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_several_are_under_way_at_once(ranks: Ranks, kind: type) -> None:
-    assert ranks(2, several, kind) == [[]] * 2
+@each_kind(2)
+def test_several_are_under_way_at_once(ranks: Ranks, kind: type, world: int) -> None:
+    assert ranks(world, several, kind) == [[]] * world
 
 
 LENT = [1, 3, 1, 2, 1, 2]  # tiles of a shard: memory for two of 1 or 2, which is what overlaps
@@ -235,7 +252,7 @@ ORDERS = {"as reserved": [0, 1, 2, 3, 4, 5], "backwards": [5, 4, 3, 2, 1, 0], "m
 def lent(kind: type, order: Sequence[int], opened: int) -> list[str]:
     """What is wrong with gradients in memory that is lent, over and over, to `opened` buckets at once. They are reduced as reserved."""
     mesh, wrong = init_mesh(device="cpu"), []
-    with fetched_at_once(mesh, 2):
+    with fetched_at_once(kind, mesh, 2):
         buckets = [bucket_of(tiles, mesh.dp.size) for tiles in LENT]
         exchange = exchange_of(kind, mesh, buckets)
         exchange.reserve(buckets)
@@ -259,17 +276,17 @@ def lent(kind: type, order: Sequence[int], opened: int) -> list[str]:
                 exchange.finish()
                 for number, (bucket, out) in enumerate(zip(buckets, outs, strict=True)):
                     turns = [10 * earlier + number for earlier in ((turn,) if turn != 1 else (0, 1))]
-                    if not same(out, bucket.shard(by_loop(bucket, mesh.dp.size, turns, BF16), mesh.rank)):
+                    if not same(out, bucket.shard(by_loop(bucket, mesh.dp.size, turns, BF16, domain_of(kind, mesh)), mesh.rank)):
                         wrong.append(f"bucket {number} in turn {turn}")
     mesh.close()
     return wrong
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind(2)
 @pytest.mark.parametrize(("order", "opened"), [("as reserved", 1), ("mixed", 2), ("backwards", 6)])
-def test_memory_is_lent_again_and_again(ranks: Ranks, kind: type, order: str, opened: int) -> None:
+def test_memory_is_lent_again_and_again(ranks: Ranks, kind: type, world: int, order: str, opened: int) -> None:
     """Not before all have read it; whichever buckets have it at once, and in whatever order they come."""
-    assert ranks(2, lent, kind, ORDERS[order], opened) == [[]] * 2
+    assert ranks(world, lent, kind, ORDERS[order], opened) == [[]] * world
 
 
 def room() -> tuple[int, list[int], int]:
@@ -338,8 +355,7 @@ def gathered(kind: type) -> Sharing:
     return Sharing(zero, aligned, all(found["whole"]), all(found["own"]), len(found["own"]) == 2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world", [2, 3])
+@each_kind(2, 3, larger=(4, 6))
 def test_shards_are_gathered(ranks: Ranks, kind: type, world: int) -> None:
     """In ordinary memory, as layers are, and in shared memory, as what is whole always."""
     for found in ranks(world, gathered, kind):
