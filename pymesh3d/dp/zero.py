@@ -132,11 +132,13 @@ class Zero:
             bucket.hold_weights(flat)
         self._returning = self._exchange.gathering([(bucket.shard(bucket.weights, rank), bucket.weights) for bucket in whole])
         self._shards = dict(zip(cut, memory[len(whole) :], strict=True))
+        names = {part: name for name, part in self._module.named_modules()}
         units = []
         for number, module in enumerate(modules):
             own = [bucket for bucket in cut if bucket.unit == number]
             if own:
-                units.append(Unit(module, own, [self._shards[bucket] for bucket in own], self._exchange, rank))
+                shards = [self._shards[bucket] for bucket in own]
+                units.append(Unit(module, own, shards, self._exchange, rank, name=names.get(module, "")))
         self._units = Units(units, self._exchange, rank, once=once_a_step)
         self._exchange.meet()  # before any rank fetches another's shard
 
