@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from pymesh3d.dp.zero import Zero
+from pymesh3d.dp.zero import STAGES, Zero
 from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.mesh import init_mesh
 
@@ -24,6 +24,7 @@ def frozen() -> nn.Module:
 
 REFUSED: list[tuple[Any, str]] = [
     ([torch.ones(1)], "a list as module: it must be a torch module. Give the nn.Module itself"),
+    (nn.ModuleList([frozen()]), "a ModuleList without trained parameters: there must be one. Leave one with requires_grad"),
     (frozen(), "a Linear without trained parameters: there must be one. Leave one with requires_grad"),
     (
         nn.Linear(3, 2, dtype=torch.float16),
@@ -36,19 +37,21 @@ REFUSED: list[tuple[Any, str]] = [
 ]
 
 
-def refusals() -> list[str]:
+def refusals(stage: int) -> list[str]:
     mesh = init_mesh(device="cpu")
     texts = []
     for module, _ in REFUSED:
         with pytest.raises(ConfigError) as caught:
-            Zero(module, mesh, stage=1, optimizer=ADAMW, weight_decay=0.0)
+            Zero(module, mesh, stage=stage, optimizer=ADAMW, weight_decay=0.0)
         texts.append(str(caught.value))
     mesh.close()
     return texts
 
 
-def test_what_cannot_be_trained_is_refused(ranks: Ranks) -> None:
-    assert ranks(1, refusals) == [[text for _, text in REFUSED]]
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_cannot_be_trained_is_refused(ranks: Ranks, stage: int) -> None:
+    for world in (1, 2):
+        assert ranks(world, refusals, stage) == [[text for _, text in REFUSED]] * world
 
 
 def different_modules() -> tuple[list[str], list[bool]]:
