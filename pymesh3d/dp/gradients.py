@@ -11,6 +11,7 @@ from torch import nn
 
 from pymesh3d.axis import Axis
 from pymesh3d.comm.collectives import all_gather, all_reduce_
+from pymesh3d.comm.watch import require_come
 from pymesh3d.dp.buckets import Bucket, Slot
 from pymesh3d.dp.exchange import Exchange
 from pymesh3d.dp.norm import gradient_norm
@@ -196,6 +197,7 @@ class Gradients:
             if bucket not in self._begun:
                 sums.zero_()
         self._exchange.finish()
+        require_come("sum of gradients", self._mesh)  # or the norm would tell others that all is well
 
     def _reduce_kept(self, bucket: Bucket, last: bool) -> None:
         if self._mesh.dp.size > 1:  # else nothing is sent, so nothing is rounded
