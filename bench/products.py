@@ -69,6 +69,11 @@ class Cell(NamedTuple):
     depth: int
     turned: bool
 
+    def over(self, ranks: int, gathers: bool) -> Cell:
+        """The largest product within it of which each of so many ranks has an equal part."""
+        tokens, cols, depth = (size // ranks * ranks for size in (self.tokens, self.cols, self.depth))
+        return self._replace(tokens=tokens, cols=cols) if gathers else self._replace(tokens=tokens, depth=depth)
+
 
 @dataclasses.dataclass(frozen=True)
 class Op:
@@ -97,6 +102,7 @@ def cells(op: Op, models: Sequence[str], tokens: Sequence[int]) -> Iterator[Cell
 def measure(op: Op, mesh: Mesh, cell: Cell, shares: dict[str, Workspace], link: float | None, rounds: int) -> list[report.Row]:
     """A row for eager calls and, on GPUs, one for a graph: medians in us, in bfloat16, the largest over ranks."""
     axis, ranks = mesh.tp, mesh.tp.size
+    cell = cell.over(ranks, op.gathers)
     rows = cell.tokens // ranks if op.gathers else cell.tokens
     cols, depth = (cell.cols // ranks, cell.depth) if op.gathers else (cell.cols, cell.depth // ranks)
     a = torch.randn(rows, depth, device=mesh.device).to(torch.bfloat16)
@@ -206,24 +212,30 @@ def choices(rows: Sequence[report.Row]) -> list[dict[str, Any]]:
 
 
 def main(
-    op: Op, json_file: str | None = None, *, tp: int = 0, shapes: str = "", rounds: int = 0, tuning: bool = False, out: str = ""
+    op: Op,
+    json_file: str | None = None,
+    *,
+    tp: int | None = None,
+    shapes: str | None = None,
+    rounds: int = 0,
+    tuning: bool = False,
+    out: str = "",
 ) -> int:
-    """Measures over `tp` GPUs of this machine (all, if 0), or as many processes on the CPU (2, if 0); prints the table, writes `json_file`
+    """Measures over `tp` GPUs of this machine (by default all), or as many processes on the CPU (2); prints the table, writes `json_file`
     and draws `out`. `shapes`: names of LAYERS, with commas between them. `tuning`: the layers shall choose what was the fastest. Raises
     ConfigError.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     here = torch.cuda.device_count() if device == "cuda" else 8
-    world = tp or (here if device == "cuda" else 2)
+    world = (here if device == "cuda" else 2) if tp is None else tp
     if not 2 <= world <= min(here, 8):
         raise ConfigError(f"a product over {world} ranks", f"2 to {min(here, 8)} can talk to each other here", "Use --tp 2")
-    if unknown := [name for name in shapes.split(",") if shapes and name not in LAYERS]:
-        raise ConfigError(f"--shapes {','.join(unknown)}", "no such shapes", f"Use {' or '.join(LAYERS)}, with commas between them")
+    names = report.chosen("shapes", shapes, LAYERS, SHAPES[device])
     if tuning and device == "cpu":
         raise ConfigError("--tune", "there is no GPU whose kernels could be chosen", "Leave it out")
-    if device == "cpu" and shapes not in ("", SHAPES[device]):
+    if device == "cpu" and names != [SHAPES[device]]:
         raise ConfigError(f"--shapes {shapes}", "on a CPU the interpreter would take hours", f"Use --shapes {SHAPES[device]}")
-    arguments = ["--shapes", shapes or SHAPES[device], "--rounds", str(rounds or ROUNDS[device])]
+    arguments = ["--shapes", ",".join(names), "--rounds", str(rounds or ROUNDS[device])]
     arguments += [*(["--json", json_file] if json_file else []), *(["--out", out] if out else []), *(["--tune"] if tuning else [])]
     return launch(["-m", f"pymesh3d.bench.{op.name}", *arguments], world)
 

@@ -9,7 +9,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ..errors import ConfigError
 from ..triton_kernels import backend
 
 Row = Mapping[str, str | int | float | bool | None]
@@ -31,6 +32,17 @@ CARD_FIELDS = {  # ours -> nvidia-smi's
     "power_limit_w": "power.limit",
     "driver": "driver_version",
 }
+
+
+def chosen(option: str, given: str | None, known: Collection[str], default: str) -> list[str]:
+    """The names that an option gives, with commas between them, each once. Raises ConfigError where one is empty or not known."""
+    names = list(dict.fromkeys((default if given is None else given).split(",")))
+    if unknown := [name for name in names if name and name not in known]:
+        raise ConfigError(f"--{option} {','.join(unknown)}", f"no such {option}", f"Use {' or '.join(known)}, with commas between them")
+    if "" in names:
+        rule = "commas stand between names, and there must be one"
+        raise ConfigError(f"--{option} '{given}'", rule, f"Use --{option} {','.join(filter(None, names)) or default}")
+    return names
 
 
 def cards() -> list[dict[str, str]]:

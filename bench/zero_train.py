@@ -348,7 +348,7 @@ def _warm(device: torch.device) -> None:
     (matrix @ matrix).sum().backward()
 
 
-def main(json_file: str | None = None, *, cases: str = "", compile: bool = False, model: str = "") -> int:
+def main(json_file: str | None = None, *, cases: str | None = None, compile: bool = False, model: str = "") -> int:
     """Measures over the GPUs of this machine, or 2 processes on the CPU with a tiny model; prints the table and writes `json_file`.
 
     `cases`: those of CASES, with commas between them (default: all). `compile`: the layers of all. Raises ConfigError.
@@ -359,9 +359,8 @@ def main(json_file: str | None = None, *, cases: str = "", compile: bool = False
         raise ConfigError(
             "1 GPU", "ranks share out what they keep", "Run it where there are more, or on the CPU with CUDA_VISIBLE_DEVICES="
         )
-    if unknown := [name for name in cases.split(",") if cases and name not in CASES]:
-        raise ConfigError(f"--cases {','.join(unknown)}", "no such cases", f"Use {' or '.join(CASES)}, with commas between them")
-    arguments = ["--model", model or ("1b" if on_gpu else "tiny"), "--cases", cases or ",".join(CASES)]
+    names = report.chosen("cases", cases, CASES, ",".join(CASES))
+    arguments = ["--model", model or ("1b" if on_gpu else "tiny"), "--cases", ",".join(names)]
     arguments += [*(["--json", json_file] if json_file else []), *(["--compile"] if compile else [])]
     return launch(["-m", "pymesh3d.bench.zero_train", *arguments], world)
 
@@ -379,7 +378,7 @@ def run_rank(arguments: Sequence[str] | None = None) -> None:
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing is written into it
     mesh = init_mesh(dp=-1)
     job = Job.of(mesh, ModelConfig.load(given.model), compiled=given.compile)
-    rows = measure(job, list(dict.fromkeys(given.cases.split(","))))
+    rows = measure(job, given.cases.split(","))
     if mesh.rank == 0:
         title = f"Training {given.model} data-parallel over {mesh.dp.size} ranks on {mesh.device.type}, {job.train.dtype}"
         title += ", compiled" * given.compile

@@ -131,12 +131,12 @@ def parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--json", type=_name, metavar="FILE", help="write the results as JSON; of several, each as FILE-NAME.json")
     products = bench.add_argument_group("of products that talk to other ranks")
-    products.add_argument("--tp", type=int, default=0, metavar="N", help="over so many ranks (default: all GPUs here, or 2 processes)")
-    products.add_argument("--shapes", default="", metavar="NAMES", help="models, with commas between them (default: 1b,llama-8b,llama-70b)")
+    products.add_argument("--tp", type=int, metavar="N", help="over so many ranks (default: all GPUs here, or 2 processes)")
+    products.add_argument("--shapes", metavar="NAMES", help="models, with commas between them (default: 1b,llama-8b,llama-70b)")
     products.add_argument("--out", type=_name, metavar="FILE", help="draw the times (.png, .svg or .pdf)")
     products.add_argument("--tune", action="store_true", help="let the layers choose on this machine what was the fastest")
     zero = bench.add_argument_group("of zero_train")
-    zero.add_argument("--cases", default="", metavar="NAMES", help="as stage1,fsdp-each, with commas between them (default: all)")
+    zero.add_argument("--cases", metavar="NAMES", help="as stage1,fsdp-each, with commas between them (default: all)")
     zero.add_argument("--compile", action="store_true", help="compile each layer with torch.compile")
     here = commands.add_parser("env", help="what this machine has, what is missing, and what runs instead")
     here.add_argument("--json", type=_name, metavar="FILE", help="write it as JSON")
@@ -361,7 +361,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     """Run what is asked for, one after the other; the first status that is not 0, if any. Files of several have their names added."""
-    given = {name: value for name in OPTIONS if (value := getattr(args, name))}
+    given = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None and value is not False}
     for option in given:
         if others := [name for name in args.names if name not in OPTIONS[option]]:
             have = f"only {', '.join(OPTIONS[option])} {'has' if len(OPTIONS[option]) == 1 else 'have'} that"

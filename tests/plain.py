@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,9 @@ BOUND = 1e-12
 SMALL = ModelConfig(vocab=19, dim=16, layers=4, heads=4, kv_heads=2, ffn=24)
 # A small learning rate: AdamW magnifies the rounding of gradients near 0 by up to lr / eps.
 FLOAT64 = TrainConfig(seq=8, global_batch=8, micro_batch=2, dtype="float64", lr=1e-5, vocab_multiple=1, seed=5)
+# Choices of a TrainConfig: the stages of ZeRO, those that can with sums and gathered parameters both once a step and in each pass.
+EVERY_STAGE: list[dict[str, Any]] = [{"zero_stage": 0}, {"zero_stage": 1}]
+EVERY_STAGE += [{"zero_stage": stage, "zero_once_a_step": once} for stage in (2, 3) for once in (True, False)]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.mesh import init_mesh
 from pymesh3d.models.llama import Llama
 from pymesh3d.placement import placement_of
-from tests.plain import FLOAT64, IGNORED, SMALL, Batch, Run, assert_equal_runs, assert_near, batch_of, on_mesh, plain, share
+from tests.plain import EVERY_STAGE, FLOAT64, IGNORED, SMALL, Batch, Run, assert_equal_runs, assert_near, batch_of, on_mesh, plain, share
 
 Ranks = Callable[..., list[Any]]
 BATCHES = [batch_of(8, 8, valid=37, seed=1), batch_of(8, 8, valid=20, seed=2)]
@@ -186,13 +185,13 @@ def test_every_token_weighs_the_same(ranks: Ranks, world: int, losses: list[list
     assert sum(gradient for *_, gradient in found) == pytest.approx(module.weight.grad.item(), rel=1e-14)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_gradients_weigh_every_token_the_same(ranks: Ranks, zero_stage: int) -> None:
+@pytest.mark.parametrize("changes", EVERY_STAGE, ids=str)
+def test_gradients_weigh_every_token_the_same(ranks: Ranks, changes: dict[str, Any]) -> None:
     """On dp ranks with 7, 2 and 1, 0 tokens in microbatches, which are added up: the means of each would weigh them differently."""
     ids, targets = batch_of(4, 8, seed=8)
     for row, tokens in zip(targets, (7, 2, 1, 0), strict=True):
         row[tokens:] = IGNORED
-    train = dataclasses.replace(FLOAT64, zero_stage=zero_stage, micro_batch=1)
+    train = dataclasses.replace(FLOAT64, micro_batch=1, **changes)
     assert_equal_runs(ranks(2, on_mesh, SMALL, train, [(ids, targets)], {"dp": 2}), plain(SMALL, train, [(ids, targets)]))
 
 
@@ -201,93 +200,6 @@ def test_tokens_count_once(ranks: Ranks) -> None:
     sample = [batch_of(1, 5, seed=7)]
     for sizes in ({"tp": 2}, {"pp": 2}):
         assert_equal_runs(ranks(2, on_mesh, SMALL, FLOAT64, sample, sizes), plain(SMALL, FLOAT64, sample))
-
-
-def snapshot(engine: Engine) -> list[torch.Tensor]:
-    """Copies of all that a step changes: parameters, masters, optimizer state with its step counts."""
-    state = [engine.optimizer.state[master] for master in engine.zero.masters]
-    moments = [value for entry in state for value in entry.values()]
-    assert len(moments) == 3 * len(state), "AdamW keeps two moments and a step count"
-    return [t.detach().clone() for t in [*dict(engine.whole_parameters()).values(), *engine.zero.masters, *moments]]
-
-
-class Lines(logging.Handler):
-    """Collects what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-def skipped_steps(zero_stage: int, batches: Sequence[Batch]) -> dict[str, Any]:
-    """A step, two that one rank alone spoils (NaN, then infinity), and a good one, with a scheduler that follows `taken`."""
-    log, lines = logging.getLogger("pymesh3d"), Lines()
-    log.addHandler(lines)
-    engine = engine_on(train=dataclasses.replace(FLOAT64, zero_stage=zero_stage), pp=2, dp=2)
-    schedule = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, gamma=1.0)
-    results = [engine.train_step(share(batches[0], engine))]
-    schedule.step()
-    before = snapshot(engine)
-    for spoiled_on, value in ((3, math.nan), (0, math.inf)):
-        engine.forward_backward(share(batches[1], engine))
-        if engine.mesh.rank == spoiled_on:
-            engine.zero.buckets[-1].grads[3] = value
-        norm, taken = engine.optimizer_step()
-        if taken:
-            schedule.step()
-        assert not math.isfinite(norm), "the norm says why"
-    same = all(torch.equal(a, b) for a, b in zip(before, snapshot(engine), strict=True))
-    skipped_at = schedule.last_epoch
-    results.append(engine.train_step(share(batches[1], engine)))
-    log.removeHandler(lines)
-    parameters = dict(engine.whole_parameters())
-    engine.mesh.close()
-    counts = (engine.zero.steps_taken, engine.zero.steps_skipped, skipped_at)
-    return {"results": results, "same": same, "counts": counts, "lines": lines.lines, "parameters": parameters}
-
-
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_a_step_that_one_rank_cannot_take_is_taken_by_none(ranks: Ranks, zero_stage: int) -> None:
-    reference = plain(SMALL, FLOAT64, BATCHES)
-    for rank, found in enumerate(ranks(4, skipped_steps, zero_stage, BATCHES)):
-        assert found["same"]
-        assert found["counts"] == (2, 2, 1)
-        assert [result.taken for result in found["results"]] == [True, True]
-        for result, loss in zip(found["results"], reference.losses, strict=True):
-            assert result.loss == pytest.approx(loss, rel=1e-12)
-        assert_near(found["parameters"], reference.parameters)
-        if rank:
-            assert found["lines"] == []
-        else:
-            nan, inf = found["lines"]
-            assert "nan" in nan and "1 skipped" in nan
-            assert "inf" in inf and "2 skipped" in inf
-
-
-def poisoned(sizes: dict[str, int], zero_stage: int, value: float) -> list[str]:
-    """Parameters of which `value` in one element of one rank's gradient, on each rank in turn, does not keep all from taking the step."""
-    engine = engine_on(train=dataclasses.replace(FLOAT64, zero_stage=zero_stage), **sizes)
-    before, missed = [p.detach().clone() for p in engine.model.parameters()], []
-    for name, parameter in engine.model.named_parameters():
-        for rank in range(engine.mesh.layout.world):
-            for element in (0, -1, parameter.numel() // 2):
-                if engine.mesh.rank == rank:
-                    parameter.main_grad.view(-1)[element] = value  # type: ignore[attr-defined]
-                norm, taken = engine.optimizer_step()
-                if taken or math.isfinite(norm):
-                    missed.append(f"{name}[{element}] of rank {rank}")
-    assert all(torch.equal(p, kept) for p, kept in zip(engine.model.parameters(), before, strict=True))
-    engine.mesh.close()
-    return missed
-
-
-@pytest.mark.parametrize(("sizes", "zero_stage", "value"), [({"tp": 4}, 1, math.inf), ({"tp": 2, "dp": 2}, 0, math.nan)])
-def test_what_is_not_finite_counts_wherever_it_stands(ranks: Ranks, sizes: dict[str, int], zero_stage: int, value: float) -> None:
-    """Also in a copy of a replicated parameter (norms, and KV heads where tp is 4) that another rank contributes to the norm."""
-    assert ranks(4, poisoned, sizes, zero_stage, value) == [[]] * 4
 
 
 def held_out_loss(engine: Engine, batch: Batch) -> float:

@@ -23,9 +23,12 @@ def on_host(tensor: torch.Tensor, operation: str, axis: Axis) -> torch.Tensor:
 
 
 def fetched(tensor: torch.Tensor, operation: str, axis: Axis) -> Callable[[], torch.Tensor]:
-    """What waits for a small tensor and returns it on the host; not for what is enqueued from now on. Raises as `wait_for_gpu` does."""
+    """What waits for a small tensor and returns it on the host; not for what is enqueued from now on. Raises as `wait_for_gpu` does.
+
+    Where there is no GPU nothing is waited for, but a wait may have been in vain before.
+    """
     if not tensor.is_cuda:
-        return lambda: tensor
+        return lambda: _sound(tensor, operation, axis)
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     copy.copy_(tensor, non_blocking=True)
     done = torch.cuda.Event()
@@ -36,6 +39,22 @@ def fetched(tensor: torch.Tensor, operation: str, axis: Axis) -> Callable[[], to
         return copy
 
     return wait
+
+
+def _sound(tensor: torch.Tensor, operation: str, axis: Axis) -> torch.Tensor:
+    with named(operation, axis):
+        check_all(axis.watched)
+    return tensor
+
+
+def require_come(operation: str, mesh: Mesh) -> None:
+    """Raise DistributedError if a kernel has waited for a peer in vain, and gone on with whatever its memory holds.
+
+    Where there is no GPU. Where there is one nobody knows before the host has waited for it, as `fetched` does.
+    """
+    if mesh.device.type != "cuda":
+        with named(operation, mesh.all):
+            check_all(mesh.watched)
 
 
 def wait_for_gpu(operation: str, axis: Axis) -> None:

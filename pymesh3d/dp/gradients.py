@@ -11,6 +11,7 @@ from torch import nn
 
 from pymesh3d.axis import Axis
 from pymesh3d.comm.collectives import all_gather, all_reduce_
+from pymesh3d.comm.watch import require_come
 from pymesh3d.dp.buckets import Bucket, Slot
 from pymesh3d.dp.exchange import Exchange
 from pymesh3d.dp.masters import Offered
@@ -204,7 +205,7 @@ class Gradients:
             squares = torch.empty(bucket.shard_size // TILE, dtype=torch.float64, device=mesh.device)
             self.offered[bucket] = Offered(exchange.addresses(bucket.grads), exchange.wire(bucket), bucket.grad_dtype, squares)
         self._sum_late()
-        exchange.finish()
+        self._finish()
         for bucket in self._late:
             largest = torch.maximum(largest, self._shard(bucket).float().abs().nan_to_num(torch.inf, torch.inf).amax())
         return largest
@@ -215,7 +216,11 @@ class Gradients:
         for bucket, sums in self._sums.items():
             if bucket not in self._begun:
                 sums.zero_()
+        self._finish()
+
+    def _finish(self) -> None:
         self._exchange.finish()
+        require_come("sum of gradients", self._mesh)  # or the norm would tell others that all is well
 
     def _sum_late(self) -> None:
         for line, grad in self._ties:

@@ -6,6 +6,7 @@ import hashlib
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from pymesh3d.comm.agree import exchange_numbers
 from pymesh3d.comm.collectives import equalize_
@@ -23,6 +24,10 @@ def trained_parameters(module: nn.Module, mesh: Mesh) -> dict[str, nn.Parameter]
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if not trained:
         raise ConfigError(f"a {type(module).__name__} without trained parameters", "there must be one", "Leave one with requires_grad")
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if isinstance(getattr(tensor, "device_mesh", None), DeviceMesh):  # importing its class takes a while
+            rule = "what is cut over ranks must be so by layers of pymesh3d, whose gradients Zero can sum and count"
+            raise ConfigError(f"{name}, a DTensor", rule, "Use parallelize_module, or torch's own optimizer and clip_grad_norm_")
     for name, parameter in trained.items():
         if parameter.dtype not in DTYPES:
             raise ConfigError(f"{name} of {parameter.dtype}", f"it must be one of {', '.join(map(str, DTYPES))}", "Use module.bfloat16()")

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from pymesh3d.dp.buckets import Bucket
 from pymesh3d.dp.exchange import Exchange
+from pymesh3d.dp.outputs import tensors_in
+from pymesh3d.errors import ConfigError
 from pymesh3d.placement import place, placement_of
 
 Pass = tuple[str, "Unit"]  # "forward" or "backward" through it
@@ -21,9 +22,11 @@ Pass = tuple[str, "Unit"]  # "forward" or "backward" through it
 class Unit:
     """One module and the buckets of its parameters. Of each bucket this rank keeps a shard; `weights` has memory while it is whole."""
 
-    def __init__(self, module: nn.Module, buckets: Sequence[Bucket], shards: Sequence[torch.Tensor], exchange: Exchange, rank: int) -> None:
-        """`shards`: memory for those."""
-        self.module, self.buckets, self.shards = module, buckets, shards
+    def __init__(
+        self, module: nn.Module, buckets: Sequence[Bucket], shards: Sequence[torch.Tensor], exchange: Exchange, rank: int, *, name: str = ""
+    ) -> None:
+        """`shards`: memory for those. `name`: of the module, in errors."""
+        self.module, self.buckets, self.shards, self.name = module, buckets, shards, name
         self.parameters = {id(slot.parameter) for bucket in buckets for slot in bucket.slots}
         self._memory = torch.empty(
             sum(bucket.size * bucket.dtype.itemsize for bucket in buckets), dtype=torch.uint8, device=shards[0].device
@@ -172,13 +175,22 @@ class Units:
     def _after_forward(self, unit: Unit, _: object, __: object, output: object) -> None:
         if unit.missing is not None:
             return
+        found = None
         if torch.is_grad_enabled():
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            found = list(tensors_in(output))
+            for tensor in found:
+                if tensor.grad_fn is not None:
                     tensor.register_hook(lambda _: self._before_backward(unit))
-            if self._after.get(("forward", unit)) == ("backward", unit):
+            if found and self._after.get(("forward", unit)) == ("backward", unit):
                 return
         self._let_go_if_unused(unit)
+        if found == [] and not unit.held:
+            raise ConfigError(
+                f"{unit.name or 'a module'} ({type(unit.module).__name__}) has returned a {type(output).__name__} without tensors",
+                "backward finds what stage 3 has to gather for it by the tensors that each of `units` returns, in containers, dataclasses "
+                "or attributes of objects",
+                "Return what it computes, choose other units, use once_a_step=True, or switch gradients off with torch.no_grad()",
+            )
 
     @torch.no_grad()
     def _before_backward(self, unit: Unit) -> None:

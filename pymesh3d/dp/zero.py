@@ -59,19 +59,22 @@ class Zero:
     parameters are trained, and where they lie, must not change.
 
     In stages 2 and 3 each backward pass sums its own gradients over the ranks, and in stage 3 the matrices of each of `units` are whole
-    only during passes through it (by default the modules in lists and sequences of modules, as layers are; call them as modules). With
+    only during passes through it (by default the modules in lists and sequences of modules, as layers are; call them as modules, and let
+    them return tensors, in whatever holds them). All ranks must go backward equally often, each time through a trained matrix, and in
+    stage 3 through the same units in the same order: a pass of one rank alone ends in an error when the time limit is over. With
     `once_a_step`, better for pipelines, gradients are summed and parameters gathered once a step, which takes the memory for them
     meanwhile.
 
     `optimizer` makes a torch optimizer, one that works element by element, from groups of flat master weights. `weight_decay` takes the
     place of the optimizer's own, for matrices only. Gradients are added up in `accumulate_dtype` (default: float32, float64 for float64).
-    `reduce_dtype` is what a rank's contribution is rounded to, once, before it is sent (default: the parameters' dtype). With
-    `param_remainders` only what bfloat16 parameters lack of their masters is kept, 2 bytes in place of 4, under torch's AdamW, Adam and
-    SGD. With `offload` masters and the state of these three are in the CPU's memory, and pass through the GPU in each step, with the same
-    bits; what holds them on the GPU during a step does not grow with the model. `kernels`: whether ranks of one NVLink domain read each
-    other's memory by kernels, which also take the steps of these three (default: on GPUs); others talk by collectives, as all do where
-    domains have unlike numbers of dp ranks. All values become those of the first dp rank. Raises ConfigError for what it cannot use,
-    DistributedError where ranks have different modules.
+    `reduce_dtype` is what a rank's contribution is rounded to, once, before it is sent (default: the parameters' dtype): that of a step, or
+    where each pass sums that of a pass, and these add up in `accumulate_dtype` on the shards. With `param_remainders` only what bfloat16
+    parameters lack of their masters is kept, 2 bytes in place of 4, under torch's AdamW, Adam and SGD. With `offload` masters and the state
+    of these three are in the CPU's memory, and pass through the GPU in each step, with the same bits; what holds them on the GPU during a
+    step does not grow with the model. `kernels`: whether ranks of one NVLink domain read each other's memory by kernels, which also take
+    the steps of these three (default: on GPUs); others talk by collectives, as all do where domains have unlike numbers of dp ranks. All
+    values become those of the first dp rank. Raises ConfigError for what it cannot use, DistributedError where ranks have different
+    modules.
     """
 
     def __init__(
@@ -135,11 +138,13 @@ class Zero:
             bucket.hold_weights(flat)
         self._returning = self._exchange.gathering([(bucket.shard(bucket.weights, rank), bucket.weights) for bucket in whole])
         self._shards = dict(zip(cut, memory[len(whole) :], strict=True))
+        names = {part: name for name, part in self._module.named_modules()}
         units = []
         for number, module in enumerate(modules):
             own = [bucket for bucket in cut if bucket.unit == number]
             if own:
-                units.append(Unit(module, own, [self._shards[bucket] for bucket in own], self._exchange, rank))
+                shards = [self._shards[bucket] for bucket in own]
+                units.append(Unit(module, own, shards, self._exchange, rank, name=names.get(module, "")))
         self._units = Units(units, self._exchange, rank, once=once_a_step)
         self._exchange.meet()  # before any rank fetches another's shard
 

@@ -72,6 +72,16 @@ def test_cells_are_the_products_of_forward_and_backward() -> None:
     ]
 
 
+def test_what_is_shown_is_what_so_many_ranks_measure() -> None:
+    """Sizes of which each rank has a part are multiples of their number."""
+    (up, down) = products.cells(all_gather_matmul.OP, ["tiny"], [32])
+    assert (up.over(3, True), down.over(3, True)) == (up._replace(tokens=30), down._replace(tokens=30, cols=15))
+    (up, down) = products.cells(matmul_reduce_scatter.OP, ["tiny"], [32])
+    assert (up.over(3, False), down.over(3, False)) == (up._replace(tokens=30), down._replace(tokens=30, depth=15))
+    for cell in products.cells(all_gather_matmul.OP, ["1b", "llama-70b"], [512]):
+        assert cell.over(8, True) == cell.over(8, False) == cell, "as it is asked for where that can be cut"
+
+
 def test_the_fastest_of_a_graph_is_chosen_of_what_layers_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
     row = {"op": "matmul_reduce_scatter", "ranks": 2, "turned": False, "rows": 8, "rank_cols": 16, "rank_depth": 4, "mode": "graph"}
@@ -91,6 +101,16 @@ def test_the_fastest_of_a_graph_is_chosen_of_what_layers_can_use(monkeypatch: py
     [
         (["all_gather_matmul", "--shapes", "llama-8b,huge"], "--shapes huge: no such shapes. Use tiny or 1b or llama-8b or llama-70b"),
         (["all_gather_matmul", "--tp", "1"], "a product over 1 ranks: 2 to 8 can talk to each other here. Use --tp 2"),
+        (["all_gather_matmul", "--tp", "0"], "a product over 0 ranks: 2 to 8 can talk to each other here. Use --tp 2"),
+        (
+            ["all_gather_matmul", "--shapes", "tiny,"],
+            "--shapes 'tiny,': commas stand between names, and there must be one. Use --shapes tiny",
+        ),
+        (["matmul_all_reduce", "--shapes="], "--shapes '': commas stand between names, and there must be one. Use --shapes tiny"),
+        (
+            ["zero_train", "--cases", ",stage1,"],
+            "--cases ',stage1,': commas stand between names, and there must be one. Use --cases stage1",
+        ),
         (["matmul_reduce_scatter", "--tune"], "--tune: there is no GPU whose kernels could be chosen. Leave it out"),
         (["matmul_all_reduce", "--out", "picture.bmp"], "--out picture.bmp: the end of its name picks the format"),
         (["philox", "--tp", "2"], "bench philox --tp: only all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter have that"),

@@ -20,7 +20,7 @@ from pymesh3d.dp import shared
 from pymesh3d.dp.buckets import Bucket
 from pymesh3d.dp.gradients import InOrder
 from pymesh3d.dp.zero import STAGES, Zero
-from pymesh3d.errors import ConfigError
+from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.mesh import Mesh, init_mesh
 from pymesh3d.placement import placement_of
 from tests.kernels import needs_kernels
@@ -416,3 +416,32 @@ def forgotten_late(stage: int) -> dict[str, torch.Tensor]:
 def test_what_was_forgotten_does_not_come_back(ranks: Ranks, stage: int) -> None:
     for taken in ranks(2, forgotten_late, stage):
         assert_close(taken, sums([ALL]))
+
+
+def more_passes_on_one(stage: int) -> tuple[str, bool, float]:
+    """Rank 0 goes backward twice, rank 1 once: what is said of the step, whether the masters have changed, and how long it took."""
+    mesh = init_mesh(device="cpu", timeout_s=2.0)
+    model = Chain()
+    zero = zero_over(model, mesh, stage, kernels=True)
+    before = [master.detach().clone() for master in zero.masters]
+    began = time.monotonic()
+    with pytest.raises(DistributedError) as caught:
+        for number in range(2 - mesh.rank):
+            model(samples(mesh.rank, number)).backward()
+        zero.step()
+    took = time.monotonic() - began
+    moved = zero.steps_taken > 0 or not all(map(torch.equal, zero.masters, before))
+    mesh.close()
+    return str(caught.value), moved, took
+
+
+@needs_kernels
+@pytest.mark.parametrize("stage", [2, 3])
+def test_passes_of_one_rank_alone_end_in_an_error_and_no_step(fresh_ranks: Ranks, stage: int) -> None:
+    """At the end of the time limit; on all ranks."""
+    found = fresh_ranks(2, more_passes_on_one, stage)
+    assert any("did not send its part of gradients within the time limit" in text for text, *_ in found), found
+    for text, moved, took in found:
+        assert text.startswith("rank ") and " failed after " in text, text
+        assert not moved, text
+        assert 1.5 < took < 40.0, f"it took {took} s"

@@ -16,38 +16,63 @@ from pymesh3d.dp.norm import clip_factor, gradient_norm
 from pymesh3d.dp.zero import STAGES, Zero
 from pymesh3d.launch import launch
 from pymesh3d.mesh import Mesh, init_mesh
-from pymesh3d.placement import Part, Placement, place
+from pymesh3d.placement import Part, Placement, place, placement_of
 
 Ranks = Callable[..., list[Any]]
 SGD = functools.partial(torch.optim.SGD, lr=1.0)
 
 
+class Weighted(nn.Module):
+    """Parameters, of which matrices are sharded in stage 3."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        super().__init__()
+        for name, parameter in parameters.items():
+            self.register_parameter(name, parameter)
+
+    def forward(self, gradients: dict[str, float]) -> torch.Tensor:
+        return torch.stack([(self.get_parameter(name) * value).sum() for name, value in gradients.items()]).sum()
+
+
 def zero_over(mesh: Mesh, parameters: dict[str, nn.Parameter], gradients: dict[str, float], stage: int) -> Zero:
     """Zero over these parameters, after a backward pass that gives each gradient one number throughout."""
-    module = nn.Module()
-    for name, parameter in parameters.items():
-        module.register_parameter(name, parameter)
-    zero = Zero(module, mesh, stage=stage, optimizer=SGD, weight_decay=0.0)
-    torch.stack([(parameters[name] * value).sum() for name, value in gradients.items()]).sum().backward()
+    module = Weighted(parameters)
+    matrices = [p for p in parameters.values() if p.ndim == 2]
+    zero = Zero(nn.ModuleList([module]), mesh, stage=stage, optimizer=SGD, weight_decay=0.0)
+    for parameter in matrices:
+        sharded = stage == 3 and mesh.dp.size > 1 and not placement_of(parameter).has_summands
+        assert bool(parameter.numel()) != sharded, "in stage 3 a rank keeps a share of it only"
+    module(gradients).backward()
     return zero
 
 
-def norms_of_stages(stage: int) -> tuple[float, float, float]:
-    """Stages whose gradients have norms 3 and 4: the norm, the factor for max_norm 1, and this stage's weight after a step of SGD at 1."""
-    mesh = init_mesh(pp=2, device="cpu")
-    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    zero = zero_over(mesh, {"weight": weight}, {"weight": [3.0, 4.0][mesh.pp.rank]}, stage)
+def values(zero: Zero, *parameters: nn.Parameter) -> list[float]:
+    """The first number of each."""
+    with zero.whole():
+        return [parameter.flatten()[0].item() for parameter in parameters]
+
+
+def norms_of_stages(stage: int, summands: list[list[float]]) -> tuple[float, float, float]:
+    """Stages whose gradients have norms 3 and 4: the norm, the factor for max_norm 1, and this stage's weight after a step of SGD at 1.
+
+    `summands` by pp and dp rank."""
+    mesh = init_mesh(pp=2, dp=len(summands[0]), device="cpu")
+    weight = nn.Parameter(torch.zeros(1, 1, dtype=torch.float64))
+    zero = zero_over(mesh, {"weight": weight}, {"weight": summands[mesh.pp.rank][mesh.dp.rank]}, stage)
     zero.reduce()
     norm = zero.norm()
     factor = clip_factor(norm, 1.0)
     zero.update(factor)
+    (after,) = values(zero, weight)
     mesh.close()
-    return norm.item(), factor.item(), weight.item()
+    return norm.item(), factor.item(), after
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_stages_are_clipped_by_the_norm_of_all(ranks: Ranks, stage: int) -> None:
-    for (norm, factor, weight), own in zip(ranks(2, norms_of_stages, stage), (3.0, 4.0), strict=True):
+@pytest.mark.parametrize("summands", [[[3.0], [4.0]], [[1.0, 2.0], [5.0, -1.0]]], ids=str)
+def test_stages_are_clipped_by_the_norm_of_all(ranks: Ranks, stage: int, summands: list[list[float]]) -> None:
+    norms = [3.0, 3.0, 4.0, 4.0] if len(summands[0]) == 2 else [3.0, 4.0]
+    for (norm, factor, weight), own in zip(ranks(len(norms), norms_of_stages, stage, summands), norms, strict=True):
         assert norm == 5.0
         assert factor == 1 / (5 + 1e-6) and abs(factor - 0.2) < 1e-7
         assert weight == -own * factor
@@ -69,8 +94,9 @@ def norms_of_shards(stage: int, partial: bool) -> tuple[list[float], list[float]
     zero.reduce()
     norms = [zero.norm(p).item() for p in (2.0, 1.0, math.inf)]
     zero.update()
+    after = values(zero, sharded, replicated)
     mesh.close()
-    return norms, [sharded.item(), replicated.item()]
+    return norms, after
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -100,24 +126,26 @@ def test_a_tied_weight_counts_once(ranks: Ranks, stage: int) -> None:
         assert norm == pytest.approx(math.sqrt(800), rel=1e-15)
 
 
-def norm_of_tied_stages(stage: int) -> tuple[float, float]:
-    """One weight of 8 elements on both stages, with gradients 4 and 6 there: the norm, and the weight after a step of SGD at 1."""
-    mesh = init_mesh(pp=2, device="cpu")
-    weight = nn.Parameter(torch.zeros(8, dtype=torch.float64))
-    place(weight, Placement(shape=(8,), stages=(0, 1), tied="weight"))
+def norm_of_tied_stages(stage: int, summands: list[list[float]]) -> tuple[float, float]:
+    """A weight of 8 elements on both stages, gradients by pp and dp rank: the norm, and the weight after a step of SGD at 1."""
+    mesh = init_mesh(pp=2, dp=len(summands[0]), device="cpu")
+    weight = nn.Parameter(torch.zeros(2, 4, dtype=torch.float64))
+    place(weight, Placement(shape=(2, 4), stages=(0, 1), tied="weight"))
     assert mesh.select(mesh.pp, (0, 1)) is mesh.pp
-    zero = zero_over(mesh, {"weight": weight}, {"weight": [4.0, 6.0][mesh.pp.rank]}, stage)
+    zero = zero_over(mesh, {"weight": weight}, {"weight": summands[mesh.pp.rank][mesh.dp.rank]}, stage)
     zero.reduce()
     norm = zero.norm().item()
     zero.update()
+    (after,) = values(zero, weight)
     mesh.close()
-    return norm, weight[0].item()
+    return norm, after
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_weight_tied_over_stages_counts_once(ranks: Ranks, stage: int) -> None:
-    for norm, weight in ranks(2, norm_of_tied_stages, stage):
-        assert norm == pytest.approx(math.sqrt(800), rel=1e-15) and weight == -10.0
+@pytest.mark.parametrize(("summands", "total"), [([[4.0], [6.0]], 10.0), ([[0.5, 1.0], [2.0, 4.0]], 7.5)])
+def test_a_weight_tied_over_stages_counts_once(ranks: Ranks, stage: int, summands: list[list[float]], total: float) -> None:
+    for norm, weight in ranks(2 * len(summands[0]), norm_of_tied_stages, stage, summands):
+        assert norm == pytest.approx(math.sqrt(8 * total * total), rel=1e-15) and weight == -total
 
 
 def norm_of_unplaced() -> float:

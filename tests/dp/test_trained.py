@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from pymesh3d.dp.zero import Zero
+from pymesh3d.dp.zero import STAGES, Zero
 from pymesh3d.errors import ConfigError, DistributedError
 from pymesh3d.mesh import init_mesh
 
@@ -24,6 +26,7 @@ def frozen() -> nn.Module:
 
 REFUSED: list[tuple[Any, str]] = [
     ([torch.ones(1)], "a list as module: it must be a torch module. Give the nn.Module itself"),
+    (nn.ModuleList([frozen()]), "a ModuleList without trained parameters: there must be one. Leave one with requires_grad"),
     (frozen(), "a Linear without trained parameters: there must be one. Leave one with requires_grad"),
     (
         nn.Linear(3, 2, dtype=torch.float16),
@@ -36,10 +39,34 @@ REFUSED: list[tuple[Any, str]] = [
 ]
 
 
-def refusals() -> list[str]:
+def refusals(stage: int) -> list[str]:
     mesh = init_mesh(device="cpu")
     texts = []
     for module, _ in REFUSED:
+        with pytest.raises(ConfigError) as caught:
+            Zero(module, mesh, stage=stage, optimizer=ADAMW, weight_decay=0.0)
+        texts.append(str(caught.value))
+    mesh.close()
+    return texts
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_cannot_be_trained_is_refused(ranks: Ranks, stage: int) -> None:
+    for world in (1, 2):
+        assert ranks(world, refusals, stage) == [[text for _, text in REFUSED]] * world
+
+
+def refused_tensors() -> list[str]:
+    """What is said of modules of which torch has cut a trained matrix, a frozen one, a buffer."""
+    mesh, texts = init_mesh(tp=2, device="cpu"), []
+    devices = init_device_mesh("cpu", (2,))
+    for kind in ("trained", "frozen", "buffer"):
+        module = nn.Linear(4, 4)
+        cut = distribute_tensor(torch.ones(4, 4), devices, [Shard(0)])
+        if kind == "buffer":
+            module.register_buffer("table", cut)
+        else:
+            module.weight = nn.Parameter(cut, requires_grad=kind == "trained")
         with pytest.raises(ConfigError) as caught:
             Zero(module, mesh, stage=1, optimizer=ADAMW, weight_decay=0.0)
         texts.append(str(caught.value))
@@ -47,8 +74,13 @@ def refusals() -> list[str]:
     return texts
 
 
-def test_what_cannot_be_trained_is_refused(ranks: Ranks) -> None:
-    assert ranks(1, refusals) == [[text for _, text in REFUSED]]
+def test_tensors_that_torch_has_cut_are_refused(ranks: Ranks) -> None:
+    """Not by whoever talks first."""
+    rule = (
+        "what is cut over ranks must be so by layers of pymesh3d, whose gradients Zero can sum and count. "
+        "Use parallelize_module, or torch's own optimizer and clip_grad_norm_"
+    )
+    assert ranks(2, refused_tensors) == [[f"{name}, a DTensor: {rule}" for name in ("weight", "weight", "table")]] * 2
 
 
 def different_modules() -> tuple[list[str], list[bool]]:

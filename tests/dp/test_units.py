@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pymesh3d.dp.units import find_units
 from pymesh3d.dp.zero import Zero
 from pymesh3d.mesh import Mesh, init_mesh
 from tests.kernels import needs_kernels
@@ -246,11 +245,28 @@ def frozen() -> Model:
     return model
 
 
-@pytest.mark.parametrize("build", [tied, frozen])
-def test_layers_that_share_or_are_frozen(ranks: Ranks, build: Callable[[], Any]) -> None:
+def frozen_early() -> Model:
+    """Nothing before the last layer is trained, and only vectors of that."""
+    model: Any = Model()
+    for module in (model.first, *model.layers[:2], *(model.layers[2].get_submodule(name) for name in ("up", "down", "spare"))):
+        module.requires_grad_(False)
+    return model
+
+
+def frozen_but_layers() -> Model:
+    """Only matrices of the first layer are trained."""
+    model: Any = Model().requires_grad_(False)
+    model.layers[0].up.weight.requires_grad_()
+    model.layers[0].spare.weight.requires_grad_()  # not used
+    return model
+
+
+@pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "once_a_step": True}], ids=str)
+@pytest.mark.parametrize("build", [tied, frozen, frozen_early, frozen_but_layers])
+def test_layers_that_share_or_are_frozen(ranks: Ranks, build: Callable[[], Any], options: dict[str, Any]) -> None:
     ways: list[Way] = [straight, recomputed, twice, straight]
     expected = plainly(build, ways, 2)
-    for found in ranks(2, in_units, build, ways, 2, {}):
+    for found in ranks(2, in_units, build, ways, 2, options):
         assert_close(found, expected)
 
 
@@ -472,25 +488,3 @@ def loads(kind: str, options: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(("kind", "options"), CHOICES, ids=str)
 def test_all_modules_can_be_loaded(ranks: Ranks, kind: str, options: dict[str, Any]) -> None:
     assert ranks(2, loads, kind, options) == [[]] * 2
-
-
-def names_of(module: nn.Module) -> list[str]:
-    names = {part: name for name, part in module.named_modules()}
-    return [names[unit] for unit in find_units(module)]
-
-
-def test_layers_are_found_in_lists_dicts_and_sequences() -> None:
-    linear = functools.partial(nn.Linear, 2, 2)
-    assert names_of(linear()) == []
-    assert names_of(nn.ModuleList([linear(), linear()])) == ["0", "1"]
-    assert names_of(nn.Sequential(linear(), nn.Tanh())) == ["0", "1"], "a model may be a sequence itself"
-    assert names_of(nn.ModuleDict({"a": linear(), "b": nn.Sequential(linear())})) == ["a", "b"]
-    nested = nn.ModuleList([nn.ModuleList([linear()]), nn.ModuleDict({"x": nn.ModuleList([linear(), linear()])}), linear()])
-    assert names_of(nested) == ["0.0", "1.x.0", "1.x.1", "2"], "lists in lists have no passes of their own"
-    model = nn.Module()
-    model.head, model.inside = linear(), nn.Module()
-    model.inside.stack = nn.ModuleList([Layer(torch.float32), nn.Sequential(linear(), linear())])
-    model.norm = nn.LayerNorm(2)
-    model.tail = nn.Sequential(linear())
-    assert names_of(model) == ["inside.stack.0", "inside.stack.1", "tail.0"], "of nested ones the outermost"
-    assert names_of(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 1, 4), 2, enable_nested_tensor=False)) == ["layers.0", "layers.1"]

@@ -16,11 +16,13 @@ from pymesh3d.dp.zero import BUCKET_ELEMENTS, Zero
 from pymesh3d.errors import ConfigError
 from pymesh3d.mesh import Mesh, init_mesh
 from pymesh3d.tp.layers import ColumnParallelLinear
+from tests.kernels import needs_kernels
 
 Ranks = Callable[..., list[Any]]
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 DECAY = 0.1
+KERNELS = [False, pytest.param(True, marks=needs_kernels)]
 SAMPLES, WIDTH = 12, 6
 
 
@@ -61,6 +63,14 @@ def plain_steps(optimizer: Callable[..., torch.optim.Optimizer], steps: int, dty
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
+def fill_with_12345(zero: Zero) -> None:
+    """All memory for gradients, and in stages 2 and 3 whatever is lent for them, whenever it is."""
+    for flat in (*(bucket.grads for bucket in zero.buckets), *zero._gradients._sums.values()):
+        flat.fill_(12345.0)
+    lend = zero._exchange.lend
+    zero._exchange.lend = lambda bucket: lend(bucket).fill_(12345.0)  # type: ignore[method-assign]
+
+
 def zero_steps(
     cases: list[tuple[int, int]],
     optimizer: Callable[..., torch.optim.Optimizer],
@@ -88,8 +98,7 @@ def zero_steps(
             units=[model.twice, model.fused],
             kernels=kernels,
         )
-        for bucket in zero.buckets:
-            bucket.grads.fill_(12345.0)
+        fill_with_12345(zero)
         zero.zero_grad()
         schedule = torch.optim.lr_scheduler.ExponentialLR(zero.optimizer, 0.5)
         for step in range(steps):
@@ -187,6 +196,45 @@ def test_what_is_not_sent_is_not_rounded(ranks: Ranks, stage: int) -> None:
     (found,) = ranks(1, bf16_step, contributions, start, None, stage)
     assert torch.equal(found["reduced"][: total.numel()].view_as(total), total)
     assert torch.equal(found["master"][: total.numel()].view_as(master), master)
+
+
+class Times(nn.Module):
+    """A matrix, times numbers that are its gradient."""
+
+    def __init__(self, start: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(start.clone())
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return (self.weight * numbers).sum()
+
+
+def passes_in_bf16(contributions: torch.Tensor, stage: int, options: dict[str, Any]) -> torch.Tensor:
+    """This rank's sums of a float32 matrix, which are sent in bfloat16, after passes with gradients contributions[pass, rank]."""
+    mesh = init_mesh(device="cpu")
+    model = nn.ModuleList([Times(torch.zeros(contributions.shape[2:]))])
+    zero = Zero(model, mesh, **{"stage": stage, "optimizer": ADAMW, "weight_decay": 0.0, "reduce_dtype": torch.bfloat16, **options})
+    for numbers in contributions[:, mesh.rank]:
+        model[0](numbers).backward()
+    zero.reduce()
+    found = zero._gradients.owned[0].clone()
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(("stage", "once"), [(0, False), (1, False), (2, False), (3, False), (2, True), (3, True)])
+def test_contributions_of_each_pass_are_rounded_from_stage_2_on(ranks: Ranks, stage: int, once: bool, kernels: bool) -> None:
+    """Once, and the passes are summed in float32; below, and once a step, they are summed first."""
+    world, passes = 2, 3
+    contributions = torch.randn(passes, world, 16, 24, generator=torch.Generator().manual_seed(1)).mul(4).sinh()
+    summed_first = contributions.sum(0).bfloat16().float().sum(0)
+    rounded_first = contributions.bfloat16().float().sum((0, 1))
+    expected, other = (rounded_first, summed_first) if stage > 1 and not once else (summed_first, rounded_first)
+    found = ranks(world, passes_in_bf16, contributions, stage, {"once_a_step": once, "kernels": kernels})
+    flat = (found[0] if stage == 0 else torch.cat(found))[: expected.numel()].view_as(expected)
+    assert torch.allclose(flat, expected, rtol=1e-6, atol=1e-5)
+    assert not torch.allclose(other, expected, rtol=1e-6, atol=1e-5), "the values tell when they are rounded"
 
 
 class NoOptimizer:

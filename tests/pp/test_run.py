@@ -29,7 +29,7 @@ from pymesh3d.pp.run import Microbatch, run
 from pymesh3d.pp.stage import Stage
 from pymesh3d.schedule.actions import Action
 from pymesh3d.schedule.schedules import build
-from tests.plain import FLOAT64, SMALL, Batch, Run, assert_equal_runs, assert_near, batch_of, on_mesh, plain, share
+from tests.plain import EVERY_STAGE, FLOAT64, SMALL, Batch, Run, assert_equal_runs, assert_near, batch_of, on_mesh, plain, share
 
 Ranks = Callable[..., list[Any]]
 MASKED = [batch_of(8, 8, valid=37, seed=1), batch_of(8, 8, valid=20, seed=2)]
@@ -82,39 +82,52 @@ def test_lengths_that_change_between_steps(ranks: Ranks) -> None:
     assert_all_equal(ranks(2, trains, configs, {"pp": 2}), configs)
 
 
-def accumulated(batches: Sequence[Batch]) -> dict[str, Any]:
-    """Gradients of the first batch, of the first batch twice, and of both batches; the norm of the last, and what a step leaves behind."""
-    mesh = init_mesh(pp=2, device="cpu")
-    engine = parallelize(Llama(SMALL, device="meta"), mesh, FLOAT64)
+def accumulated(batches: Sequence[Batch], dp: int, changes: dict[str, Any]) -> dict[str, Any]:
+    """Gradients of the first batch, of the first batch twice, and of both batches; the norm of the last, what a step leaves behind, and
+    what it makes of the parameters. In 4 microbatches."""
+    mesh = init_mesh(pp=2, dp=dp, device="cpu")
+    engine = parallelize(Llama(SMALL, device="meta"), mesh, dataclasses.replace(FLOAT64, micro_batch=2 // dp, **changes))
     engine.forward_backward(share(batches[0], engine))
     once = dict(engine.whole_gradients())
     engine.forward_backward(share(batches[0], engine))
     twice = dict(engine.whole_gradients())
     engine.zero.zero_grad()
-    for batch in batches:
-        engine.forward_backward(share(batch, engine))
+    for number, batch in enumerate(batches):
+        engine.forward_backward(share(batch, engine), last=number > 0)
     both = dict(engine.whole_gradients())
     norm, _ = engine.optimizer_step()
-    left = max(bucket.grads.abs().max().item() for bucket in engine.zero.buckets)
+    left = max(bucket.grads.abs().max().item() for bucket in engine.zero.buckets if bucket.grads.numel())
+    left = max(left, *(gradient.abs().max().item() for _, gradient in engine.whole_gradients()))
+    parameters = dict(engine.whole_parameters())
     mesh.close()
-    return {"once": once, "twice": twice, "both": both, "norm": norm, "left": left}
+    return {"once": once, "twice": twice, "both": both, "norm": norm, "left": left, "parameters": parameters}
 
 
-def test_gradients_of_passes_before_a_step_add_up(ranks: Ranks) -> None:
+@pytest.mark.parametrize("changes", EVERY_STAGE, ids=str)
+@pytest.mark.parametrize("dp", [1, 2])
+def test_gradients_of_passes_before_a_step_add_up(ranks: Ranks, dp: int, changes: dict[str, Any]) -> None:
     separate = [plain(SMALL, FLOAT64, [batch]).gradients[0] for batch in MASKED]
     summed = {name: separate[0][name] + separate[1][name] for name in separate[0]}
     norm = torch.stack([g.pow(2).sum() for g in summed.values()]).sum().sqrt().item()
-    for found in ranks(2, accumulated, MASKED):
+    stepped = {name: torch.nn.Parameter(value) for name, value in plain(SMALL, FLOAT64, []).parameters.items()}
+    decay = {True: FLOAT64.weight_decay, False: 0.0}
+    groups = [{"params": [p for p in stepped.values() if (p.ndim > 1) == flag], "weight_decay": decay[flag]} for flag in (True, False)]
+    for name, parameter in stepped.items():
+        parameter.grad = summed[name].clone()
+    torch.nn.utils.clip_grad_norm_(stepped.values(), FLOAT64.max_norm or math.inf)
+    torch.optim.AdamW(groups, lr=FLOAT64.lr, betas=FLOAT64.betas, eps=FLOAT64.eps).step()
+    for found in ranks(2 * dp, accumulated, MASKED, dp, changes):
         assert_near(found["once"], separate[0])
         assert_near(found["twice"], {name: 2.0 * g for name, g in separate[0].items()})
         assert_near(found["both"], summed)
         assert abs(found["norm"] - norm) <= 1e-12 * norm
         assert found["left"] == 0.0
+        assert_near(found["parameters"], {name: p.detach() for name, p in stepped.items()})
 
 
-def tied_copies(zero_stage: int, batches: Sequence[Batch]) -> tuple[list[torch.Tensor], list[bool]]:
+def tied_copies(changes: dict[str, Any], batches: Sequence[Batch]) -> tuple[list[torch.Tensor], list[bool]]:
     """The tied weight as this rank holds it, before any step and after each; whether a step was taken when its copy was spoiled."""
-    train = dataclasses.replace(FLOAT64, zero_stage=zero_stage, lr=0.1, eps=1e-4)
+    train = dataclasses.replace(FLOAT64, lr=0.1, eps=1e-4, **changes)
     model = Llama(dataclasses.replace(DEEP, tied=True), device="meta")
     engine = parallelize(model, init_mesh(pp=2, dp=2, device="cpu"), train)
     held = engine.model.embed if engine.model.embed is not None else engine.model.head
@@ -132,15 +145,21 @@ def tied_copies(zero_stage: int, batches: Sequence[Batch]) -> tuple[list[torch.T
     return seen, taken
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_a_weight_tied_over_stages_stays_the_same_on_both(ranks: Ranks, zero_stage: int) -> None:
+@pytest.mark.parametrize("changes", EVERY_STAGE, ids=str)
+def test_a_weight_tied_over_stages_stays_the_same_on_both(ranks: Ranks, changes: dict[str, Any]) -> None:
     """Bit for bit, after three steps of AdamW at a large learning rate."""
-    first, *others = ranks(4, tied_copies, zero_stage, [*MASKED, MASKED[0]])
+    first, *others = ranks(4, tied_copies, changes, [*MASKED, MASKED[0]])
     assert first[1] == [False, False] and len(first[0]) == 4
     assert not torch.equal(first[0][0], first[0][3]), "it moved"
     for seen, taken in others:
         assert taken == [False, False]
         assert all(torch.equal(found, expected) for found, expected in zip(seen, first[0], strict=True))
+
+
+@pytest.mark.parametrize("changes", EVERY_STAGE, ids=str)
+def test_a_weight_tied_over_stages_gets_the_gradients_of_both(ranks: Ranks, changes: dict[str, Any]) -> None:
+    train = dataclasses.replace(FLOAT64, **changes)
+    assert_equal_runs(ranks(4, on_mesh, TIED, train, MASKED, {"pp": 2, "dp": 2}), plain(TIED, train, MASKED))
 
 
 class Unit(torch.nn.Module):
@@ -284,25 +303,6 @@ def test_the_stages_together_are_the_model(ranks: Ranks) -> None:
         model.load_state_dict(state)
         ids, targets = MASKED[1]
         assert loss == pytest.approx(F.cross_entropy(model(ids).flatten(0, 1), targets.flatten()).item(), rel=1e-12)
-
-
-def frozen_at_first(sizes: dict[str, int], virtual: int, batches: Sequence[Batch]) -> list[float]:
-    """Losses of a model whose embedding and first layer are frozen: with 4 stages, all that the first one has."""
-    model = Llama(SMALL, device="meta")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not name.startswith(("embed", "layers.0")))
-    config = dataclasses.replace(FLOAT64, lr=1e-3, schedule="interleaved" if virtual > 1 else "1f1b", virtual_pp=virtual)
-    engine = parallelize(model, init_mesh(**sizes, device="cpu"), config)
-    losses = [engine.train_step(share(batch, engine)).loss for batch in batches]
-    engine.mesh.close()
-    return losses
-
-
-def test_a_frozen_first_stage_of_several_on_a_rank(ranks: Ranks) -> None:
-    (expected,) = ranks(1, frozen_at_first, {}, 1, MASKED)
-    assert len(set(expected)) > 1
-    for found in ranks(2, frozen_at_first, {"pp": 2}, 2, MASKED):
-        assert found == pytest.approx(expected, rel=1e-12)
 
 
 def engines_in_turns(batches: Sequence[Batch]) -> tuple[list[list[float]], int]:
