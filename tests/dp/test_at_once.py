@@ -13,6 +13,7 @@ from torch import nn
 
 from pymesh3d.dp.zero import Zero
 from pymesh3d.errors import ConfigError
+from pymesh3d.launch import launch
 from pymesh3d.mesh import Mesh, init_mesh
 from tests.kernels import needs_kernels
 
@@ -29,7 +30,7 @@ pytestmark = needs_kernels
 def trained(mesh: Mesh, **options: Any) -> tuple[nn.Module, Zero, list[int]]:
     """A model of three matrices and their biases in bfloat16, and how many of its steps have been at once."""
     torch.manual_seed(1)
-    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(3)])
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16, device=mesh.device) for _ in range(3)])
     settings = {"stage": 1, "optimizer": OPTIMIZERS["adamw"], "weight_decay": 0.1, "kernels": True, "bucket_elements": 3000, **options}
     zero, count = Zero(model, mesh, **settings), [0]
     at_once = zero._step_at_once
@@ -45,7 +46,7 @@ def trained(mesh: Mesh, **options: Any) -> tuple[nn.Module, Zero, list[int]]:
 def backward(model: nn.Module, mesh: Mesh, step: int, passes: int = 2) -> None:
     for number in range(passes):
         seed = torch.Generator().manual_seed(100 * step + 10 * number + mesh.rank)
-        model(torch.randn(5, WIDTH, generator=seed).bfloat16()).float().square().mean().backward()
+        model(torch.randn(5, WIDTH, generator=seed).bfloat16().to(mesh.device)).float().square().mean().backward()
 
 
 def everything(model: nn.Module, zero: Zero) -> list[torch.Tensor]:
@@ -56,9 +57,9 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def both_ways(options: dict[str, Any]) -> tuple[bool, bool, list[int]]:
+def both_ways(options: dict[str, Any], device: str = "cpu") -> tuple[bool, bool, list[int]]:
     """Whether steps at once leave the same bits and tell the same norm as others do; how many have been at once."""
-    mesh = init_mesh(device="cpu")
+    mesh = init_mesh(device=device)
     (one, zero, count), (other, usual, none) = trained(mesh, **options), trained(mesh, **options)
     alike = close = True
     for step in range(3):
@@ -109,10 +110,10 @@ def test_nor_what_has_been_summed_beside_a_pass(ranks: Ranks) -> None:
     assert ranks(2, after_a_last_pass) == [0, 0]
 
 
-def poisoned(number: float, bias: bool) -> tuple[list[bool], list[float], bool, bool]:
+def poisoned(number: float, bias: bool, device: str = "cpu") -> tuple[list[bool], list[float], bool, bool]:
     """A step in which rank 1 has such a number in a matrix or a bias, one that is vetoed, and one that is not: which are taken, what norms
     are told, whether the first two change nothing, and whether the third is as if they had not been."""
-    mesh = init_mesh(device="cpu")
+    mesh = init_mesh(device=device)
     (model, zero, count), (other, usual, _) = trained(mesh), trained(mesh)
     told, before = [], everything(model, zero)
     backward(model, mesh, 7)
@@ -121,7 +122,7 @@ def poisoned(number: float, bias: bool) -> tuple[list[bool], list[float], bool, 
         grads[-1].view(-1)[5] = number
     told.append(zero.step())
     backward(model, mesh, 8)
-    told.append(zero.step(veto=torch.tensor(torch.nan, dtype=torch.float64)))
+    told.append(zero.step(veto=torch.tensor(torch.nan, dtype=torch.float64, device=mesh.device)))
     untouched = same(everything(model, zero), before)
     for each in (model, other):
         backward(each, mesh, 9)
@@ -141,6 +142,23 @@ def test_what_is_not_finite_anywhere_is_known_before(ranks: Ranks, number: float
     for taken, norms, untouched, as_new in ranks(2, poisoned, number, bias):
         assert taken == [False, False, True] and not any(map(math.isfinite, norms)), norms
         assert untouched and as_new
+
+
+def on_gpus() -> None:
+    """All of the above there."""
+    for options in ({}, {"optimizer": OPTIMIZERS["sgd"]}, {"param_remainders": True}, {"stage": 2, "once_a_step": True}):
+        assert both_ways(options, "cuda") == (True, True, [3, 0]), options
+    for number in (math.nan, -math.inf, 3.3e38):
+        for bias in (False, True):
+            taken, norms, untouched, as_new = poisoned(number, bias, "cuda")
+            assert taken == [False, False, True] and not any(map(math.isfinite, norms)), f"{number}: {taken}, {norms}"
+            assert untouched and as_new, f"{number}, {bias}"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_steps_at_once_on_gpus() -> None:
+    assert launch(["-c", "from tests.dp.test_at_once import on_gpus; on_gpus()"], torch.cuda.device_count()) == 0
 
 
 def misused() -> list[str]:
