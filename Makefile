@@ -13,7 +13,7 @@ SHELL       := /bin/bash
 VENV := .venv
 PY   := $(VENV)/bin/python
 SEES_GPU := $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null
-IN_PARALLEL = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses 2 --dist loadfile)
+IN_PARALLEL = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses 3 --dist loadfile)
 SOURCES  := pyproject.toml setup.py pymesh3d/__init__.py $(wildcard csrc/*)
 
 .PHONY: demo test test-long test-gpu clean
@@ -21,7 +21,7 @@ SOURCES  := pyproject.toml setup.py pymesh3d/__init__.py $(wildcard csrc/*)
 demo: $(VENV)/installed
 	$(PY) -m pymesh3d train --tp 2 --pp 2 --dp 2 --out loss.png
 
-# Two files of tests at a time, where the plugin is here: many wait for processes that are killed, frozen or slow to start.
+# Three files of tests at a time, where the plugin is here: many wait for processes that are killed, frozen or slow to start.
 test: $(VENV)/installed-dev
 	$(PY) -m ruff check .
 	$(PY) -m mypy
