@@ -247,11 +247,7 @@ def gathered_bytes(stage: int, model: ModelConfig) -> int:
 def in_use(mesh: Mesh) -> int:
     """Bytes of this rank's GPU that hold something."""
     gc.collect()
-    return torch.cuda.memory_allocated(mesh.device) + _shared(mesh)
-
-
-def _shared(mesh: Mesh) -> int:
-    return sum(getattr(watched, "shared_bytes", 0) for watched in mesh.watched)
+    return torch.cuda.memory_allocated(mesh.device) + mesh.shared_bytes
 
 
 class Built(NamedTuple):
@@ -272,7 +268,7 @@ def build(job: Job, name: str) -> Built:
         return Built(case, [*losses, case.step()], {})
     torch.cuda.reset_peak_memory_stats(job.mesh.device)
     losses.append(case.step())
-    most = torch.cuda.max_memory_allocated(job.mesh.device) + _shared(job.mesh) - before
+    most = torch.cuda.max_memory_allocated(job.mesh.device) + job.mesh.shared_bytes - before
     memory = {"state_gib": (in_use(job.mesh) - before) / GIB, "peak_gib": most / GIB}
     if name in STAGES:
         memory["table_gib"] = table_bytes(STAGES[name], job.model, job.mesh.dp.size) / GIB

@@ -442,8 +442,8 @@ class _Report(NamedTuple):
 def _peak_memory_gib(mesh: Mesh) -> float:
     """The most that this process has had in use: of the GPU, or of the host where there is none."""
     if mesh.device.type == "cuda":  # torch.cuda.max_memory_allocated takes longer: it first sorts a hundred other statistics
-        shared = sum(getattr(watched, "shared_bytes", 0) for watched in mesh.watched)
-        return (float(torch.cuda.memory_stats_as_nested_dict(mesh.device)["allocated_bytes"]["all"]["peak"]) + shared) / 2**30
+        allocated = float(torch.cuda.memory_stats_as_nested_dict(mesh.device)["allocated_bytes"]["all"]["peak"])
+        return (allocated + mesh.shared_bytes) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 

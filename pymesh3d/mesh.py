@@ -152,6 +152,11 @@ class Mesh:
                 "Close the mesh and start again"
             )
 
+    @property
+    def shared_bytes(self) -> int:
+        """How much memory of this rank it shares with others, which torch does not count."""
+        return sum(getattr(watched, "shared_bytes", 0) for watched in self.watched)
+
     def _lost(self) -> bool:
         """Whether one of those watched reports a fault."""
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,17 @@ from pymesh3d.errors import SharingError
 
 if TYPE_CHECKING:
     from pymesh3d._C import Copier
+
+
+@contextlib.contextmanager
+def following(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Within it `stream` is the current one, and what it does there comes after all that the one before has by now. None: as it is."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        yield
 
 
 class Steps:
@@ -95,11 +106,10 @@ class Aside:
         if self._copier is not None:
             self._copier.join(raw_stream(self._device))
 
-    def follow(self) -> None:
-        """What is started next finds all that the current stream has by now."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+    def following(self) -> AbstractContextManager[None]:
+        """Within it kernels are started there, after all that the current stream has by now."""
+        return following(self._stream)
 
     def __call__(self) -> AbstractContextManager[object]:
-        """Within it kernels are started there too."""
+        """Within it kernels are started there, after what was started there."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

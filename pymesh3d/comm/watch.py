@@ -28,7 +28,12 @@ def fetched(tensor: torch.Tensor, operation: str, axis: Axis) -> Callable[[], to
     Where there is no GPU nothing is waited for, but a wait may have been in vain before.
     """
     if not tensor.is_cuda:
-        return lambda: _sound(tensor, operation, axis)
+
+        def sound() -> torch.Tensor:
+            require_come(operation, axis)
+            return tensor
+
+        return sound
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     copy.copy_(tensor, non_blocking=True)
     done = torch.cuda.Event()
@@ -41,20 +46,13 @@ def fetched(tensor: torch.Tensor, operation: str, axis: Axis) -> Callable[[], to
     return wait
 
 
-def _sound(tensor: torch.Tensor, operation: str, axis: Axis) -> torch.Tensor:
-    with named(operation, axis):
-        check_all(axis.watched)
-    return tensor
-
-
-def require_come(operation: str, mesh: Mesh) -> None:
+def require_come(operation: str, axis: Axis) -> None:
     """Raise DistributedError if a kernel has waited for a peer in vain, and gone on with whatever its memory holds.
 
-    Where there is no GPU. Where there is one nobody knows before the host has waited for it, as `fetched` does.
+    For where there is no GPU. Where there is one nobody knows before the host has waited for it, as `fetched` does.
     """
-    if mesh.device.type != "cuda":
-        with named(operation, mesh.all):
-            check_all(mesh.watched)
+    with named(operation, axis):
+        check_all(axis.watched)
 
 
 def wait_for_gpu(operation: str, axis: Axis) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import collections
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from pymesh3d.axis import Axis
+from pymesh3d.comm.aside import following
 from pymesh3d.comm.collectives import Pending, all_gather, all_to_all
 from pymesh3d.dp.buckets import Bucket
 from pymesh3d.triton_kernels.precision import compute_dtype
@@ -90,7 +90,7 @@ class Sums:
     def start(self, parts: torch.Tensor, wire: torch.dtype, out: torch.Tensor, *, add: bool, whole: torch.Tensor) -> None:
         """Begin to sum `parts`, one for each rank, rounded to `wire`: this rank's into `out`, or with `add` to what that has. `whole` gets
         those of all ranks, where these are wanted."""
-        with self._aside():
+        with following(self._stream):
             if self._stream is not None:
                 parts.record_stream(self._stream)
             self._sent.append(_Sent(all_to_all(parts.to(wire), self._axis), out, add, whole))
@@ -99,7 +99,7 @@ class Sums:
 
     def finish(self) -> None:
         """What is enqueued from now on finds the sums."""
-        with self._aside():
+        with following(self._stream):
             while self._sent:
                 self._add_up()
         if self._stream is not None:
@@ -114,15 +114,6 @@ class Sums:
             out.copy_(total)
         if self._everywhere is not None:
             all_gather(out, self._everywhere, out=whole).wait()
-
-    @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield
 
 
 class Collectives:

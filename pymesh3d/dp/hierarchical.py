@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from pymesh3d.axis import Axis
-from pymesh3d.comm.aside import Aside, Steps
+from pymesh3d.comm.aside import Aside, Steps, following
 from pymesh3d.comm.collectives import all_gather, all_to_all, gather_rows
 from pymesh3d.comm.flags import Flags
 from pymesh3d.comm.symmetric import SHARING, SymmetricBuffer
@@ -159,7 +158,7 @@ class _Relay:
         copies = Steps(self._flags, self._device)
         for to, source in pairs:
             copies.copy(to, source)
-        with self._following():
+        with following(self._stream):
             all_gather(shard, self._outer, out=held).wait()
             self._aside.start(self._meeting, self._turns)
             self._aside.join()  # whoever is here has read the other slot, so the next turn may fill it meanwhile
@@ -168,12 +167,3 @@ class _Relay:
     def join(self) -> None:
         """What is enqueued from now on finds all that was collected."""
         self._aside.join()
-
-    @contextlib.contextmanager
-    def _following(self) -> Iterator[None]:
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            yield

@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
 
 class Offered(NamedTuple):
-    """Gradients that the kernel which updates sums up itself, and the sums of their squares that it gives; see `update`."""
+    """Gradients that the kernel which updates sums over ranks itself, and the sums of their squares that it gives; see its `update`."""
 
     contributions: torch.Tensor
     wire: torch.dtype
@@ -95,27 +95,25 @@ class Masters:
 
     @property
     def can_sum(self) -> bool:
-        """Whether `update_offered` may be called."""
+        """Whether gradients may be `Offered`."""
         return self.by_kernels
 
     @torch.no_grad()
-    def update_offered(self, grads: Sequence[torch.Tensor | Offered], scale: torch.Tensor) -> None:
-        """As `update`, of gradients some of which are summed over ranks in the same pass over memory."""
-        self.take_over_written()
-        self._update_by_kernels(grads, scale)
-
-    @torch.no_grad()
-    def update(self, grads: Sequence[torch.Tensor], scale: torch.Tensor | None) -> None:
+    def update(self, grads: Sequence[torch.Tensor | Offered], scale: torch.Tensor | None) -> None:
         """One step on gradients, which are multiplied by `scale`, float64 []: new masters, and what is updated here of the parameters."""
         self.take_over_written()
         if self.by_rules:
             if scale is None:
                 scale = torch.ones((), dtype=torch.float64, device=self._parts[0].weights.device)
-            (self._update_by_kernels if self.by_kernels else self._update_remainders)(grads, scale)
+            if self.by_kernels:
+                self._update_by_kernels(grads, scale)
+            else:
+                self._update_remainders(_summed(grads), scale)
             return
-        if scale is not None and grads:
-            torch._foreach_mul_(list(grads), scale.to(max((grad.dtype for grad in grads), key=lambda dtype: dtype.itemsize)))
-        self._update_by_torch(grads)
+        summed = _summed(grads)
+        if scale is not None and summed:
+            torch._foreach_mul_(summed, scale.to(max((grad.dtype for grad in summed), key=lambda dtype: dtype.itemsize)))
+        self._update_by_torch(summed)
 
     def _update_by_torch(self, grads: Sequence[torch.Tensor]) -> None:
         for value, grad in zip(self.values, grads, strict=True):
@@ -230,6 +228,13 @@ class Masters:
                 f"keeps for one of them, as exp_avg.0 {list(shapes['0'])} or step.0 []",
                 "Load what state() gave on the same rank of the same mesh, with the same ZeRO stage, bucket_elements and frozen parameters",
             )
+
+
+def _summed(grads: Sequence[torch.Tensor | Offered]) -> list[torch.Tensor]:
+    """All of them, of which none is offered: that is for kernels."""
+    summed = [grad for grad in grads if isinstance(grad, torch.Tensor)]
+    assert len(summed) == len(grads), "without kernels nothing is offered"
+    return summed
 
 
 def _no_optimizer(given: str) -> ConfigError:

@@ -69,8 +69,9 @@ class SharedMemory:
         self._squares = torch.zeros(len(self._pieces), self._programs, dtype=torch.float64, device=device)
         ends = list(itertools.accumulate(map(len, cut)))
         self._rows = [range(end - len(pieces), end) for end, pieces in zip(ends, cut, strict=True)]  # of these, by bucket
-        # By bucket, that it is there, and that it has been read; that of `meet`; and by row, that it has been fetched.
-        self._flags = Flags("gradients", axis, device, 2 * len(buckets) + 1 + len(self._pieces))
+        # Flags: by bucket, that it is there, and from `_read` on, that it has been read; `_met`; then by row, that it has been fetched.
+        self._read, self._met = len(buckets), 2 * len(buckets)
+        self._flags = Flags("gradients", axis, device, self._met + 1 + len(self._pieces))
         self._places: dict[int, tuple[SymmetricBuffer, int]] = {}  # by the address of what lies there: in which buffer, at which byte
         self._on_all: dict[int, torch.Tensor] = {}  # and where on each rank
         self._lent: dict[Bucket, torch.Tensor] = {}
@@ -117,7 +118,7 @@ class SharedMemory:
         """See `Exchange`. There is room for the largest one and one of the usual size: whichever comes next need not wait for the last."""
         if not buckets:
             return
-        dtypes = [wire_of(bucket, self._wire) for bucket in buckets]
+        dtypes = [self.wire(bucket) for bucket in buckets]
         sizes = [-(-bucket.size * dtype.itemsize // ALIGNED) * ALIGNED for bucket, dtype in zip(buckets, dtypes, strict=True)]
         room = max(sizes) + int(statistics.median_low(sizes))
         places, end = [], 0
@@ -148,7 +149,7 @@ class SharedMemory:
             number = self._number[other]
             if self._awaited[number] < self._calls[number]:
                 self._awaited[number] = self._calls[number]
-                self._flags.wait(len(self._number) + number, self._calls[number])
+                self._flags.wait(self._read + number, self._calls[number])
 
     def _move_in(self, bucket: Bucket) -> None:
         """Put gradients that were lent other memory where the ranks look for them."""
@@ -164,14 +165,13 @@ class SharedMemory:
 
     def reduce(self, bucket: Bucket, out: torch.Tensor, *, add: bool = False, beside: bool = False, last: bool = False) -> None:
         """See `Exchange`."""
-        number, wire = self._number[bucket], wire_of(bucket, self._wire)
+        number, wire = self._number[bucket], self.wire(bucket)
         self._move_in(bucket)
         self._calls[number] += 1
         if beside and not last:
             self._fetch(bucket, out, wire, add)
             return
-        self._summing_aside.follow()
-        with self._summing_aside():
+        with self._summing_aside.following():
             if not beside:  # then the links are what takes time; beside a pass it is memory
                 round_in_place(bucket.grads, wire)
             self._flags.tell(number, self._calls[number])
@@ -180,7 +180,7 @@ class SharedMemory:
                 sources = [self.addresses(bucket.grads)] * len(self._pieces[row])
                 self._summing(bucket, row, sources, out, wire=wire, rounded=not beside, add=add)()
             if bucket in self._lent:
-                self._flags.tell(len(self._number) + number, self._calls[number])
+                self._flags.tell(self._read + number, self._calls[number])
 
     def wire(self, bucket: Bucket) -> torch.dtype:
         """What contributions to its gradients are rounded to."""
@@ -211,7 +211,7 @@ class SharedMemory:
                 self._fetches[row, self._turn] = self._fetching(bucket, row)
             self._summing_aside.start(self._fetches[row, self._turn], self._calls[number])
             sum_up = self._summing(bucket, row, self._beginnings(bucket, row), out, wire=wire, rounded=False, add=add)
-            self._fetched.append(Fetched(bucket, 2 * len(self._number) + 1 + row, self._calls[number], sum_up))
+            self._fetched.append(Fetched(bucket, self._met + 1 + row, self._calls[number], sum_up))
 
     def _fetching(self, bucket: Bucket, row: int) -> Steps:
         """Those that fetch the others' contributions to a piece."""
@@ -224,9 +224,9 @@ class SharedMemory:
             lengths = [span.length for span in self._pieces[row]]
             for span, part in zip(self._pieces[row], there[: sum(lengths)].split(lengths), strict=True):
                 steps.copy(part, buffer.part(other, (span.length,), there.dtype, place + span.begin * there.element_size()))
-        steps.tell_here(2 * len(self._number) + 1 + row)
+        steps.tell_here(self._met + 1 + row)
         if bucket in self._lent and row == self._rows[number][-1]:
-            steps.tell(len(self._number) + number)
+            steps.tell(self._read + number)
         return steps
 
     def _places_of_others(self, dtype: torch.dtype) -> dict[int, torch.Tensor]:
@@ -310,8 +310,8 @@ class SharedMemory:
     def meet(self) -> None:
         """See `Exchange`."""
         self._meetings += 1
-        self._flags.tell(2 * len(self._number), self._meetings)
-        self._flags.wait(2 * len(self._number), self._meetings)
+        self._flags.tell(self._met, self._meetings)
+        self._flags.wait(self._met, self._meetings)
 
     def gathering(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Copies:
         """See `Exchange`."""

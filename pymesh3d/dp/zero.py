@@ -207,18 +207,16 @@ class Zero:
     def _step_at_once(self, largest: torch.Tensor, veto: torch.Tensor | None) -> tuple[float, bool]:
         """Sum, update and give back in one pass over memory, which the links decide. Whether all numbers are finite is known before; a sum
         that might not be, as contributions of 1e38 are that large, counts as one that is not."""
-        gradients, every = self._gradients, self.mesh.all
+        every = self.mesh.all
         most = gather_rows(largest, every, "gradients' size").amax()
         vote = torch.where(most < torch.finfo(most.dtype).max / self.mesh.dp.size, 0.0, torch.inf).double()
         if veto is not None:
             vote = vote + veto
         self._exchange.meet()
-        grads = [gradients.offered.get(bucket, owned) for bucket, owned in zip(self.buckets, gradients.owned, strict=True)]
-        self._masters.update_offered(grads, torch.where(vote == 0.0, 1.0, torch.nan))
+        self._update(torch.where(vote == 0.0, 1.0, torch.nan))
         total = torch.where(vote == 0.0, self.norm(), vote)
         norm: float = fetched(total, "gradient norm", every)().item()
         taken = math.isfinite(norm)
-        self._exchange.meet()
         self._end_step(taken, norm)
         return norm, taken
 
@@ -243,7 +241,9 @@ class Zero:
     def _update(self, scale: torch.Tensor | None) -> None:
         """New masters, and new parameters on every rank, but for those that are gathered when they are needed."""
         self._units.let_go()
-        self._masters.update(self._gradients.owned, scale)
+        gradients = self._gradients
+        offered = [gradients.offered.get(bucket, owned) for bucket, owned in zip(self.buckets, gradients.owned, strict=True)]
+        self._masters.update(offered, scale)
         self._give_back(pushed=self._masters.by_kernels and isinstance(self._exchange, SharedMemory))
 
     def _end_step(self, taken: bool, norm: float = math.nan) -> None:

@@ -51,8 +51,7 @@ def fetched(device: str) -> bool:
     aside.join()
     assert not found.any(), "kernels run there too"
     found.fill_(7)
-    aside.follow()
-    with aside():
+    with aside.following():
         found.mul_(2)
     aside.join()
     assert (found == 14).all(), "after what it was to follow"
