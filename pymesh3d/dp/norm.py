@@ -9,6 +9,7 @@ import torch
 from pymesh3d.comm.collectives import gather_rows
 from pymesh3d.errors import ConfigError
 from pymesh3d.mesh import Mesh
+from pymesh3d.triton_kernels.squares import squares as sums_of_squares
 
 
 @torch.no_grad()
@@ -31,14 +32,17 @@ def gradient_norm(
     maximum = p == float("inf")
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     shards, copies = ([piece for piece in pieces if piece.numel()] for pieces in (shards, copies))  # on GPUs torch refuses empty ones
-    for piece in shards:  # torch's _foreach_norm would be one pass over all, but its squares are float32's on GPUs: 1e30 has none
-        value = torch.linalg.vector_norm(piece, p, dtype=torch.float64)
-        total = torch.maximum(total, value) if maximum else total + value**p
+    if p == 2 and shards:  # torch's _foreach_norm would be one pass over all too, but its squares are float32's: 1e30 has none
+        total = total + sums_of_squares(shards).sum()
+    else:
+        for piece in shards:
+            value = torch.linalg.vector_norm(piece, p, dtype=torch.float64)
+            total = torch.maximum(total, value) if maximum else total + value**p
     if squares is not None:
         assert p == 2, f"squares for p = {p}"
         total = total + squares.sum()
     for piece in copies:
-        total = total + 0.0 * torch.linalg.vector_norm(piece, float("inf"), dtype=torch.float64)  # 0, or NaN
+        total = total + 0.0 * torch.linalg.vector_norm(piece, float("inf")).double()  # 0, or NaN
     rows = gather_rows(total, mesh.all)[:, 0]
     return rows.amax() if maximum else rows.sum() ** (1 / p)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from pymesh3d.bench import cross_entropy, dropout, philox, products, report, rms_norm, rotary, swiglu, train
+from pymesh3d.bench import cross_entropy, dropout, philox, products, report, rms_norm, rotary, squares, swiglu, train
 
 ROWS = [{"device": "cpu", "elements": 1024, "time_ms": 0.123456, "fast": True}, {"device": "cuda", "elements": 2, "gb_s": None}]
 
@@ -84,7 +84,7 @@ def test_a_table_in_a_pipe_keeps_its_numbers(capsys: pytest.CaptureFixture[str],
     assert "\N{HORIZONTAL ELLIPSIS}" not in printed and printed.count("123,456.5") == 8, "M, N, K and five times"
 
 
-@pytest.mark.parametrize("columns", [bench.COLUMNS for bench in (cross_entropy, dropout, philox, rms_norm, rotary, swiglu, train)])
+@pytest.mark.parametrize("columns", [bench.COLUMNS for bench in (cross_entropy, dropout, philox, rms_norm, rotary, squares, swiglu, train)])
 def test_a_table_fits_into_a_narrow_terminal(columns: dict[str, tuple[str, str]]) -> None:
     console = Console(file=io.StringIO(), width=80)
     row = dict.fromkeys(columns, 1.0) | {"elements": 2**28, "tp": 8, "pp": 8, "dp": 8, "tokens_per_s": 1e7, "within_bounds": True}

@@ -114,6 +114,7 @@ KERNELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         )
         for ranks in (2, 8)
     },
+    **{f"squares {dtype}": ("squares", "squares_kernel", f"*{dtype}:16 *fp64 i64", {"TILE": 4096}) for dtype in ("fp32", "bf16", "fp64")},
     "tell ranks": ("signals", "tell_ranks_kernel", "*i64 i32 i32 i32", {"RANKS": 4}),
     "wait for ranks": ("signals", "wait_for_ranks_kernel", "*i64 *i64 *i64 i32 i32 i32 i64", {"RANKS": 4}),
     "meet": ("signals", "meet_kernel", "*i64 *i32 *i64 *i64 i32 i32 i64", {"RANKS": 4, "num_warps": 1}),
