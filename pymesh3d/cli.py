@@ -128,8 +128,8 @@ def parser() -> argparse.ArgumentParser:
         "the plain matrix product; model: steps of a 1B model (without GPUs: of a tiny one) on the layouts of the GPUs here, and where "
         "their time goes; p2p: sends and receives between stages; philox: the kernel that makes random numbers; rms_norm, rotary, swiglu: "
         "what a layer does between its matrix products; squares: what the norm of gradients is made of; train: the loss curves and speed "
-        "of every layout of the GPUs here; zero_step: the sum of gradients, AdamW, and the new parameters to all ranks; zero_train: steps of "
-        "that model by ZeRO's stages and by FSDP2",
+        "of every layout of the GPUs here; zero_step: the sum of gradients, AdamW, and the new parameters to all ranks; zero_train: steps "
+        "of that model by ZeRO's stages and by FSDP2",
     )
     bench.add_argument("--json", type=_name, metavar="FILE", help="write the results as JSON; of several, each as FILE-NAME.json")
     products = bench.add_argument_group("of products that talk to other ranks")

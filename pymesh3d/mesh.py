@@ -78,12 +78,13 @@ class Mesh:
         runs = self.along(axis.name).reshape(-1, size).tolist()
         return self.keep((axis.name, size), lambda: self.new_lines(f"{axis.name} neighbours", runs)[0])
 
-    def across(self, axis: Axis, size: int) -> Axis:
+    def across(self, axis: Axis, size: int, purpose: str = "") -> Axis:
         """The ranks on `axis` that are in the same place as this one of their run of `size` neighbours. The first call for a size is
-        collective over the mesh."""
+        collective over the mesh, and for each `purpose`: what is asked for two of them need not come in one order on all ranks."""
         assert axis.size % size == 0, f"{axis.size} ranks on {axis.name} do not divide into runs of {size}"
         lines = [group[place::size] for group in self.along(axis.name).tolist() for place in range(size)]
-        return self.keep((axis.name, "across", size), lambda: self.new_lines(f"{axis.name} across runs of {size}", lines)[0])
+        name = f"{axis.name} across runs of {size}{purpose and ' for '}{purpose}"
+        return self.keep((axis.name, "across", size, purpose), lambda: self.new_lines(name, lines)[0])
 
     def select(self, axis: Axis, coordinates: Sequence[int]) -> Axis:
         """The part of this rank's `axis` at these coordinates, of which it is one. The first call for them is collective over the mesh,

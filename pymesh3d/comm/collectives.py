@@ -23,8 +23,8 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 class Pending:
     """A collective under way. `wait()` returns its tensor; on CUDA the current stream waits, not the host."""
 
-    def __init__(self, tensor: torch.Tensor, finish: Callable[[], object] | None = None) -> None:
-        self._tensor, self._finish = tensor, finish
+    def __init__(self, tensor: torch.Tensor, finish: Callable[[], object] | None = None, done: Callable[[], bool] = lambda: True) -> None:
+        self._tensor, self._finish, self.done = tensor, finish, done  # the last: whether it has ended, as far as the host knows
 
     @property
     def device(self) -> torch.device:
@@ -50,7 +50,7 @@ def _start(
         with named(operation, axis):
             work.wait()
 
-    return Pending(out, finish)
+    return Pending(out, finish, work.is_completed)
 
 
 def all_reduce_(x: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = SUM) -> Pending:

@@ -15,6 +15,7 @@ from pymesh3d.errors import SharingError
 from pymesh3d.triton_kernels.signals import tell_ranks, wait_for_ranks
 
 BITS = 1 << 32  # a flag is a number of so many values, which counts on from 0
+ENDED = 1 << 30  # calls that are taken for told once waiting has ended, also those that are yet to come
 
 
 class Flags(Waits):
@@ -39,6 +40,9 @@ class Flags(Waits):
         self.awaited = [[here + 4 * (rank * length + index) for rank in range(axis.size)] for index in range(length)]
         self._under_way: dict[int, tuple[float, int]] = {}  # by index: until when the latest call must come
         self._lock = threading.Lock()  # of that: the thread that looks after a step checks too
+        # Streams of torch's are shared: behind one that waits neither a look nor the end of all waits would come through.
+        self._copier = native.copier() if device.type == "cuda" else None
+        self._beside = None if self._copier is None else torch.cuda.ExternalStream(self._copier.stream, device)
         self.shared = [self._memory]  # and what else the flags are about
         axis.watched.insert(0, self)
 
@@ -88,17 +92,17 @@ class Flags(Waits):
 
     def _read(self) -> torch.Tensor:
         """What the others have told, beside whatever stream waits for it."""
-        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+        with torch.cuda.stream(self._beside):
             return self._mine.cpu()
 
     def abort(self, seconds: float) -> bool:
-        """End all waits."""
+        """End all waits, also of what a host that stands in the middle of a step has yet to start."""
         if self._gpu is None:
             return super().abort(seconds)
         with self._lock:
             last = max((call for _, call in self._under_way.values()), default=0)
-        with torch.cuda.stream(torch.cuda.Stream(self._device)):
-            self._mine.copy_(torch.full(self._mine.shape, as_int32(last + 1), dtype=torch.int32, pin_memory=True), non_blocking=True)
+        with torch.cuda.stream(self._beside):
+            self._mine.copy_(torch.full(self._mine.shape, as_int32(last + ENDED), dtype=torch.int32, pin_memory=True), non_blocking=True)
         return True
 
     @property

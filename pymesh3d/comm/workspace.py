@@ -85,7 +85,7 @@ class Workspace(Waits):
         slots = self._slots
         if slots is not None and size <= slots.size and length <= slots.length:
             return slots
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if capturing(self._device):
             raise ConfigError(
                 f"{size:,} bytes for {self._op} while a CUDA graph is captured",
                 "what ranks share is made by all of them at once, which a graph cannot",
@@ -170,7 +170,7 @@ def workspace(op: str, axis: Axis, device: torch.device) -> Workspace:
     """That of an op along an axis, on the current stream, whose turn it is then. It goes with the mesh."""
     take_turns(device)
     one = on_this_stream(Workspace, op, axis, device)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if capturing(device):
         one.captured = True
     return one
 
@@ -185,6 +185,11 @@ def on_this_stream(kind: type[Kind], op: str, axis: Axis, device: torch.device) 
 
     one: Kind = found_or_made(f"{op} over {axis.key} on stream {raw_stream(device)}", make)
     return one
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured on the current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def raw_stream(device: torch.device) -> int:

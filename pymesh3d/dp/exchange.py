@@ -77,7 +77,7 @@ class _Sent(NamedTuple):
 
 
 class Sums:
-    """Each rank's part of what all ranks of an axis have, added up in their order by all-to-all and torch's sum, on a stream of its own.
+    """Each rank's part of what all ranks of an axis have, by all-to-all and added up in their order, on a stream of its own.
 
     All ranks of `everywhere`, if that is one, get all sums then.
     """
@@ -94,7 +94,11 @@ class Sums:
             if self._stream is not None:
                 parts.record_stream(self._stream)
             self._sent.append(_Sent(all_to_all(parts.to(wire), self._axis), out, add, whole))
-            if len(self._sent) == 2:  # one travels while the other is added up; more would only take memory
+            if self._stream is None and self._everywhere is None:
+                # The host adds up, and must not wait for a rank that waits for what this one has yet to gather.
+                while self._sent and self._sent[0].rows.done():
+                    self._add_up()
+            elif len(self._sent) == 2:  # one travels while the other is added up; more would only take memory
                 self._add_up()
 
     def finish(self) -> None:
@@ -107,7 +111,10 @@ class Sums:
 
     def _add_up(self) -> None:
         rows, out, add, whole = self._sent.popleft()
-        total = rows.wait().view(self._axis.size, -1).sum(0, dtype=compute_dtype(out.dtype))
+        first, *others = rows.wait().view(self._axis.size, -1)
+        total = first.to(compute_dtype(out.dtype), copy=True)
+        for other in others:  # torch's sum keeps no order on GPUs
+            total += other
         if add:
             out.add_(total)
         else:
@@ -119,11 +126,14 @@ class Sums:
 class Collectives:
     """By collectives, wherever torch.distributed goes.
 
-    `wire`: what contributions are rounded to (None: the parameters' dtype). With `everywhere` all ranks get all sums.
+    `wire`: what contributions are rounded to (None: the parameters' dtype). With `everywhere` all ranks get all sums. `gathering`: over
+    what shards are gathered, where that does not come in one order with sums on all ranks.
     """
 
-    def __init__(self, axis: Axis, device: torch.device, *, wire: torch.dtype | None, everywhere: bool) -> None:
-        self._axis, self._device, self._wire = axis, device, wire
+    def __init__(
+        self, axis: Axis, device: torch.device, *, wire: torch.dtype | None, everywhere: bool, gathering: Axis | None = None
+    ) -> None:
+        self._gathering_axis, self._device, self._wire = gathering or axis, device, wire
         self._sums = Sums(axis, device, everywhere=axis if everywhere else None)
 
     def memory(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
@@ -154,7 +164,7 @@ class Collectives:
 
     def gathering(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> AllGathers:
         """See `Exchange`."""
-        return AllGathers(self._axis, pairs)
+        return AllGathers(self._gathering_axis, pairs)
 
 
 class AllGathers:

@@ -12,6 +12,7 @@ from torch import nn
 from pymesh3d.axis import Axis
 from pymesh3d.comm.collectives import all_gather, all_reduce_
 from pymesh3d.comm.watch import require_come
+from pymesh3d.comm.workspace import capturing
 from pymesh3d.dp.buckets import Bucket, Slot
 from pymesh3d.dp.exchange import Exchange
 from pymesh3d.dp.masters import Offered
@@ -196,7 +197,7 @@ class Gradients:
         if not isinstance(exchange, SharedMemory) or self.reduced or self._had_last or self._summed_up or self._sums:
             return None
         large = [bucket for bucket in self._kept if not bucket.late]
-        fit = (bucket.unit is None and exchange.wire(bucket) != bucket.grad_dtype for bucket in large)
+        fit = (bucket.unit is None and exchange.wire(bucket) != bucket.grad_dtype != torch.float64 for bucket in large)
         if not large or not all(fit) or self._everywhere or mesh.all.size > mesh.dp.size:
             return None
         self.reduced = True
@@ -206,7 +207,7 @@ class Gradients:
             self.offered[bucket] = Offered(exchange.addresses(bucket.grads), exchange.wire(bucket), bucket.grad_dtype, squares)
         self._sum_late()
         self._finish()
-        for bucket in self._late:
+        for bucket in (bucket for bucket in self._late if bucket.size):
             largest = torch.maximum(largest, self._shard(bucket).float().abs().nan_to_num(torch.inf, torch.inf).amax())
         return largest
 
@@ -236,9 +237,11 @@ class Gradients:
 
     def _reduce_kept(self, bucket: Bucket, last: bool) -> None:
         if self._mesh.dp.size > 1:  # else nothing is sent, so nothing is rounded
+            _require_no_graph(self._mesh.device)
             self._exchange.reduce(bucket, self._shard(bucket), beside=self._had_last, last=last)
 
     def _reduce_passing(self, bucket: Bucket, last: bool) -> None:
+        _require_no_graph(self._mesh.device)
         _lend(self._exchange, bucket)  # if nothing of this pass is here there may be on other ranks
         bucket.complete()
         self._exchange.reduce(bucket, self._sums[bucket], add=bucket in self._begun, beside=True, last=last and self._in_last)
@@ -302,6 +305,15 @@ class Gradients:
             bucket.show_grads(self._nothing[bucket])  # a pass that failed has left some
         for bucket in self._kept:
             bucket.grads.zero_()
+
+
+def _require_no_graph(device: torch.device) -> None:
+    if capturing(device):
+        raise ConfigError(
+            "a sum of gradients over ranks while a CUDA graph is captured",
+            "ranks count the calls in which they wait for each other, which a graph would repeat",
+            "Capture passes without it (stages 0 and 1, outside of last_pass()), or none",
+        )
 
 
 def _lend(exchange: Exchange, bucket: Bucket) -> None:

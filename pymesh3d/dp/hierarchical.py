@@ -40,14 +40,16 @@ class Hierarchical:
         *,
         wire: torch.dtype | None,
         everywhere: bool,
+        gathering: Axis | None = None,
     ) -> None:
-        """`axis`: domain after domain, `inner` within one, `outer` between. Raises SharingError, on all ranks, where some cannot share."""
+        """`axis`: domain after domain, `inner` within one, `outer` between, and `gathering` too, as in `Collectives`. Raises SharingError,
+        on all ranks, where some cannot share."""
         self._outer = outer
         longest = max(outer.size * bucket.shard_size * bucket.dtype.itemsize for bucket in buckets)
         failure: SharingError | None = None
         try:
             self._inner = SharedMemory(inner, device, buckets, wire=wire, everywhere=False)
-            self._relay = _Relay(inner, outer, device, longest)
+            self._relay = _Relay(inner, gathering or outer, device, longest)
         except SharingError as error:
             failure = error
         failed = torch.tensor([int(failure is not None)], device=device)

@@ -14,6 +14,8 @@ from pymesh3d.errors import ConfigError
 from pymesh3d.triton_kernels.zero_step import joined_ref, remainder_ref, update, update_ref
 
 Optimizer = Callable[[Iterable[dict[str, Any]]], torch.optim.Optimizer]
+KEPT_WHOLE = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # by optimizers that the kernels know, a number for each of a parameter
+KEPT = ("step", *KEPT_WHOLE)
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")  # they look at whole matrices, or at all parameters at once
 
 
@@ -53,7 +55,8 @@ class Masters:
     ) -> None:
         """Raises ConfigError."""
         if not callable(optimizer):
-            raise _no_optimizer(f"optimizer={optimizer!r}")
+            made = isinstance(optimizer, torch.optim.Optimizer)  # whose text is long
+            raise _no_optimizer(f"optimizer={type(optimizer).__name__}(...)" if made else f"optimizer={optimizer!r}")
         self._parts, self._kernels = parts, kernels
         if remainders and (others := {part.weights.dtype for part in parts} - {torch.bfloat16}):
             rule = "only bfloat16 parameters lack the 16 bits that are kept for them"
@@ -72,6 +75,8 @@ class Masters:
             raise _no_optimizer(f"optimizer={optimizer!r} raised {error}") from error
         if not isinstance(self.optimizer, torch.optim.Optimizer) or type(self.optimizer).__name__ in NOT_ELEMENTWISE:
             raise _no_optimizer(f"optimizer={optimizer!r} made a {type(self.optimizer).__name__}")
+        if {id(value) for group in self.optimizer.param_groups for value in group["params"]} != {id(value) for value in self.values}:
+            raise _no_optimizer(f"optimizer={optimizer!r} made a {type(self.optimizer).__name__} of other weights than those it got")
         self.optimizer.register_step_pre_hook(self._require_updating)
         self._steps = Steps(self.optimizer)
         if remainders and not is_known(self.optimizer, 1, torch.bfloat16):
@@ -214,11 +219,18 @@ class Masters:
         def fits(name: str, tensor: torch.Tensor) -> bool:
             if name in needed:
                 return tensor.shape == needed[name]
-            shape = shapes.get(name.rpartition(".")[2])
-            return shape is not None and (tensor.shape == shape or tensor.numel() == 1)
+            kind, _, number = name.rpartition(".")
+            if number not in shapes or (known and kind not in KEPT):
+                return False
+            return tensor.shape == shapes[number] or (tensor.numel() == 1 and kind not in KEPT_WHOLE)
 
+        known = is_known(self.optimizer, 1, self.values[0].dtype)
         wrong = [f"without {name}" for name in needed if name not in tensors]
         wrong += [f"with {name} {list(tensor.shape)}" for name, tensor in tensors.items() if not fits(name, tensor)]
+        if known and not wrong and not isinstance(self.optimizer, torch.optim.SGD):
+            for number in shapes:
+                kept = [f"{kind}.{number}" for kind in ("step", "exp_avg", "exp_avg_sq")]
+                wrong += [f"without {name}" for name in kept if name not in tensors and any(other in tensors for other in kept)]
         if not wrong and not float(tensors["steps_taken"]).is_integer():
             wrong = [f"with steps_taken {tensors['steps_taken'].item()}"]
         if wrong:

@@ -68,6 +68,7 @@ class SharedMemory:
         self._pieces = [piece for pieces in cut for piece in pieces]
         self._squares = torch.zeros(len(self._pieces), self._programs, dtype=torch.float64, device=device)
         ends = list(itertools.accumulate(map(len, cut)))
+        self._chosen: dict[tuple[int, ...], torch.Tensor] = {}  # rows of these
         self._rows = [range(end - len(pieces), end) for end, pieces in zip(ends, cut, strict=True)]  # of these, by bucket
         # Flags: by bucket, that it is there, and from `_read` on, that it has been read; `_met`; then by row, that it has been fetched.
         self._read, self._met = len(buckets), 2 * len(buckets)
@@ -304,8 +305,10 @@ class SharedMemory:
 
     def squares(self, buckets: Sequence[Bucket]) -> torch.Tensor | None:
         """See `Exchange`."""
-        rows = [row for bucket in buckets for row in self._rows[self._number[bucket]]]
-        return self._squares if len(rows) == len(self._squares) else self._squares[rows]
+        rows = tuple(row for bucket in buckets for row in self._rows[self._number[bucket]])
+        if rows not in self._chosen:  # made once: the host would wait for the GPU each time
+            self._chosen[rows] = torch.tensor(rows, dtype=torch.int64, device=self._device)
+        return self._squares if len(rows) == len(self._squares) else self._squares[self._chosen[rows]]
 
     def meet(self) -> None:
         """See `Exchange`."""

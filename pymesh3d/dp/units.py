@@ -87,6 +87,7 @@ class Units:
 
     def __init__(self, units: Sequence[Unit], exchange: Exchange, rank: int, *, once: bool) -> None:
         self._units, self._exchange, self._rank, self._once = units, exchange, rank, once
+        self.open = False  # within `whole`
         self._after: dict[Pass, Pass] = {}
         self._latest: Pass | None = None
         for unit in units:
@@ -132,6 +133,10 @@ class Units:
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """All parameters are whole within; what is written into them counts. All ranks must enter."""
+        if self.open:  # once more
+            yield
+            return
+        self.open = True
         for unit in self._units:
             unit.pinned = True
             unit.start()
@@ -140,6 +145,7 @@ class Units:
         try:
             yield
         finally:
+            self.open = False
             for unit in self._units:
                 unit.take_over(self._rank)
                 unit.pinned = False

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
+from pymesh3d.axis import Axis
 from pymesh3d.comm.collectives import gather_rows
 from pymesh3d.comm.watch import fetched
 from pymesh3d.config import require_number, require_positive
@@ -56,7 +57,8 @@ class Zero:
     Gradients add up in `parameter.main_grad` over backward passes until `step`, and `parameter.grad` stays None (parallel layers add
     theirs whatever `torch.autograd.grad` was asked for). Put the last backward pass before `step` within `last_pass()`: then ranks exchange
     gradients meanwhile. Values written into a parameter afterwards, as by `load_state_dict`, are taken over, but not through `.data`; which
-    parameters are trained, and where they lie, must not change.
+    parameters are trained, and where they lie, must not change. Go backward on the stream on which this was made. What ranks share stays
+    until the mesh is closed.
 
     In stages 2 and 3 each backward pass sums its own gradients over the ranks, and in stage 3 the matrices of each of `units` are whole
     only during passes through it (by default the modules in lists and sequences of modules, as layers are; call them as modules, and let
@@ -66,15 +68,15 @@ class Zero:
     meanwhile.
 
     `optimizer` makes a torch optimizer, one that works element by element, from groups of flat master weights. `weight_decay` takes the
-    place of the optimizer's own, for matrices only. Gradients are added up in `accumulate_dtype` (default: float32, float64 for float64).
-    `reduce_dtype` is what a rank's contribution is rounded to, once, before it is sent (default: the parameters' dtype): that of a step, or
-    where each pass sums that of a pass, and these add up in `accumulate_dtype` on the shards. With `param_remainders` only what bfloat16
-    parameters lack of their masters is kept, 2 bytes in place of 4, under torch's AdamW, Adam and SGD. With `offload` masters and the state
-    of these three are in the CPU's memory, and pass through the GPU in each step, with the same bits; what holds them on the GPU during a
-    step does not grow with the model. `kernels`: whether ranks of one NVLink domain read each other's memory by kernels, which also take
-    the steps of these three (default: on GPUs); others talk by collectives, as all do where domains have unlike numbers of dp ranks. All
-    values become those of the first dp rank. Raises ConfigError for what it cannot use, DistributedError where ranks have different
-    modules.
+    place of the optimizer's own, for matrices only, not norms and biases. Gradients are added up in `accumulate_dtype` (default: float32,
+    float64 for float64). `reduce_dtype` is what a rank's contribution is rounded to, once, before it is sent (default: the parameters'
+    dtype): that of a step, or where each pass sums that of a pass, and these add up in `accumulate_dtype` on the shards. With
+    `param_remainders` only what bfloat16 parameters lack of their masters is kept, 2 bytes in place of 4, under torch's AdamW, Adam and
+    SGD. With `offload` masters and the state of these three are in the CPU's memory, and pass through the GPU in each step, with the same
+    bits; what holds them on the GPU during a step does not grow with the model. `kernels`: whether ranks of one NVLink domain read each
+    other's memory by kernels, which also take the steps of these three (default: on GPUs); others talk by collectives, as all do where
+    domains have unlike numbers of dp ranks. All values become those of the first dp rank. Raises ConfigError for what it cannot use,
+    DistributedError where ranks have different modules.
     """
 
     def __init__(
@@ -98,7 +100,8 @@ class Zero:
             raise ConfigError(f"stage={stage!r}", "the ZeRO stages are 0, 1, 2 and 3", "Use stage=1")
         for name, dtype in (("reduce_dtype", reduce_dtype), ("accumulate_dtype", accumulate_dtype)):
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ConfigError(f"{name}={dtype!r}", "it must be a floating-point torch dtype", f"Use {name}=torch.float32")
+                meant = dtype if isinstance(dtype, str) and isinstance(getattr(torch, dtype, None), torch.dtype) else "float32"
+                raise ConfigError(f"{name}={dtype!r}", "it must be a floating-point torch dtype", f"Use {name}=torch.{meant}")
         require_number("weight_decay", weight_decay, default=0.1)
         require_positive("bucket_elements", bucket_elements)
         if not isinstance(mesh, Mesh):
@@ -120,7 +123,7 @@ class Zero:
         )
         if kernels is None:
             kernels = mesh.device.type == "cuda" and backend.available
-        self._exchange = _exchange(self.buckets, mesh, wire=reduce_dtype, everywhere=stage == 0, kernels=kernels)
+        self._exchange = _exchange(self.buckets, mesh, wire=reduce_dtype, everywhere=stage == 0, kernels=kernels, sharded=sharded)
         self._place_weights(modules, once_a_step)
         self._gradients = Gradients(self.buckets, mesh, self._exchange, everywhere=stage == 0, each=stage >= 2 and not once_a_step)
         parts = [self._part(bucket) for bucket in self.buckets]
@@ -234,6 +237,7 @@ class Zero:
     def update(self, scale: torch.Tensor | None = None) -> None:
         """The last part: multiply the gradients by `scale`, give every rank the new parameters, and forget the gradients."""
         self._require_reduced(True, "update")
+        self._require_closed("update()")
         self._gradients.agree()
         self._update(scale)
         self._end_step(True)
@@ -280,6 +284,10 @@ class Zero:
             self._returning.finish()
         self._exchange.meet()
 
+    def _require_closed(self, call: str) -> None:
+        if self._units.open:
+            raise ConfigError(f"{call} within whole()", "there parameters are whole to be read and written", "Leave it first")
+
     def _require_reduced(self, reduced: bool, call: str) -> None:
         if self._gradients.reduced != reduced:
             raise ConfigError(
@@ -289,6 +297,7 @@ class Zero:
             )
 
     def _require_unchanged(self) -> None:
+        self._require_closed("step()")
         now = {name: parameter for name, parameter in self._module.named_parameters() if parameter.requires_grad}
         moved = {id(slot.parameter) for bucket in self.buckets for slot in bucket.left()}
         for name in {**self._trained, **now}:
@@ -310,6 +319,7 @@ class Zero:
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy what `state` gave back into place, and publish the parameters. All ranks must call. Raises ConfigError."""
+        self._require_closed("load_state()")
         self._masters.require_fitting(tensors)
         self._masters.take_over_written()  # so that it is not done later, to what is loaded here
         self._exchange.meet()  # no rank computes any more
@@ -320,18 +330,29 @@ class Zero:
         self._give_back()
 
 
-def _exchange(buckets: Sequence[Bucket], mesh: Mesh, *, wire: torch.dtype | None, everywhere: bool, kernels: bool) -> Exchange:
-    """By kernels, where dp ranks are in one domain and can share memory, or so many in each of several; else by collectives."""
+def _exchange(
+    buckets: Sequence[Bucket], mesh: Mesh, *, wire: torch.dtype | None, everywhere: bool, kernels: bool, sharded: bool
+) -> Exchange:
+    """By kernels, where dp ranks are in one domain and can share memory, or so many in each of several; else by collectives.
+
+    What is `sharded` is gathered over process groups of its own: where ranks use different parameters of a layer, they sum its gradients
+    earlier or later among what they gather.
+    """
+
+    def gathering(domain: int) -> Axis | None:
+        return mesh.across(mesh.dp, domain, "parameters") if sharded else None
+
     domain = mesh.topology.domain_size(mesh.along("dp").tolist()) if kernels else 1
     if domain > 1:
         try:
             if domain == mesh.dp.size:
                 return SharedMemory(mesh.dp, mesh.device, buckets, wire=wire, everywhere=everywhere)
             inner, outer = mesh.subgroup(mesh.dp, domain), mesh.across(mesh.dp, domain)
-            return Hierarchical(mesh.dp, inner, outer, mesh.device, buckets, wire=wire, everywhere=everywhere)
+            apart = gathering(domain)
+            return Hierarchical(mesh.dp, inner, outer, mesh.device, buckets, wire=wire, everywhere=everywhere, gathering=apart)
         except SharingError as error:  # on all ranks
             log.warning("gradients are summed by collectives: %s", error)
-    return Collectives(mesh.dp, mesh.device, wire=wire, everywhere=everywhere)
+    return Collectives(mesh.dp, mesh.device, wire=wire, everywhere=everywhere, gathering=gathering(1))
 
 
 def _units_of(module: nn.Module, units: list[nn.Module]) -> dict[int, int]:

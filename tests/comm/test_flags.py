@@ -17,7 +17,6 @@ import torch.distributed as dist
 from pymesh3d.comm import flags as module
 from pymesh3d.comm.flags import BITS, Flags
 from pymesh3d.comm.symmetric import SymmetricBuffer
-from pymesh3d.comm.workspace import as_int32
 from pymesh3d.errors import SharingError
 from pymesh3d.mesh import init_mesh
 from tests.kernels import needs_kernels
@@ -176,7 +175,6 @@ def with_recorded_streams() -> list[str]:
     full = torch.full
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "raw_stream", lambda device: 5)
-        patch.setattr(torch.cuda, "Stream", lambda device: None)
         patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         patch.setattr(torch, "full", lambda *given, pin_memory=False, **how: full(*given, **how))
         flags._gpu = SimpleNamespace(  # type: ignore[assignment]
@@ -216,9 +214,9 @@ def with_recorded_streams() -> list[str]:
         flags._seconds = 100.0
         flags.wait(1, BITS + 30)
         assert flags.abort(1.0)
-        assert (mine == as_int32(BITS + 31)).all(), f"all waits end: {mine}"
+        assert (mine - 30 >= 2**20).all(), f"all waits end, and those of a million calls to come: {mine}"
         dist.barrier()
-        assert all((parts[rank] == 31).all() for rank in range(3)), "each ends its own"
+        assert all((parts[rank] == mine).all() for rank in range(3)), "each ends its own"
         flags._gpu = None
     dist.barrier()
     mesh.close()

@@ -57,15 +57,17 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def both_ways(options: dict[str, Any], device: str = "cpu") -> tuple[bool, bool, list[int]]:
-    """Whether steps at once leave the same bits and tell the same norm as others do; how many have been at once."""
-    mesh = init_mesh(device=device)
+def both_ways(options: dict[str, Any], device: str = "cpu", tp: int = 1, mixed: bool = False) -> tuple[bool, bool, list[int]]:
+    """Whether steps at once leave the same bits and tell the same norm as others do; how many have been at once.
+
+    With `mixed` the second of the three is as others are."""
+    mesh = init_mesh(tp=tp, device=device)
     (one, zero, count), (other, usual, none) = trained(mesh, **options), trained(mesh, **options)
     alike = close = True
     for step in range(3):
         for model in (one, other):
             backward(model, mesh, step)
-        (norm, taken), (expected, _) = zero.step(), usual.step(CLIPPING)
+        (norm, taken), (expected, _) = zero.step(CLIPPING if mixed and step == 1 else None), usual.step(CLIPPING)
         alike = alike and taken and same(everything(one, zero), everything(other, usual))
         close = close and math.isclose(norm, expected, rel_tol=1e-12)
     mesh.close()
@@ -84,6 +86,7 @@ OTHERWISE: list[dict[str, Any]] = [
     {"stage": 3},
     {"stage": 3, "once_a_step": True},
     {"reduce_dtype": torch.float32},  # nothing is rounded, so nobody has looked at all numbers
+    {"accumulate_dtype": torch.float64},  # in which the kernel would not add up
     {"kernels": False},
     {"offload": True},
     {"optimizer": torch.optim.RMSprop},
@@ -94,6 +97,40 @@ OTHERWISE: list[dict[str, Any]] = [
 def test_all_other_steps_are_not(ranks: Ranks, options: dict[str, Any]) -> None:
     for alike, close, count in ranks(2, both_ways, options):
         assert alike and close and count == [0, 0]
+
+
+def test_both_may_follow_each_other(ranks: Ranks) -> None:
+    assert ranks(2, both_ways, {}, "cpu", 1, True) == [(True, True, [2, 0])] * 2
+
+
+def test_with_other_axes_none_is_at_once(ranks: Ranks) -> None:
+    """Where parameters have copies on tp ranks: they count once in the norm."""
+    assert ranks(4, both_ways, {}, "cpu", 2) == [(True, True, [0, 0])] * 4
+
+
+class WithNothing(nn.Linear):
+    """A matrix, and a parameter without numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16)
+        self.nothing = nn.Parameter(torch.empty(0, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.nothing.sum()
+
+
+def of_nothing() -> bool:
+    mesh = init_mesh(device="cpu")
+    model = WithNothing()
+    zero = Zero(model, mesh, stage=1, optimizer=OPTIMIZERS["adamw"], weight_decay=0.1, kernels=True)
+    backward(model, mesh, 0)
+    taken = zero.step()[1]
+    mesh.close()
+    return taken
+
+
+def test_parameters_without_numbers_are_no_matter(ranks: Ranks) -> None:
+    assert ranks(2, of_nothing) == [True, True]
 
 
 def after_a_last_pass() -> int:

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from pymesh3d.dp import gradients as module
 from pymesh3d.dp import shared
 from pymesh3d.dp.buckets import Bucket
 from pymesh3d.dp.gradients import InOrder
@@ -165,6 +166,24 @@ def test_all_passes_of_all_ranks_are_summed(ranks: Ranks, stage: int, once: bool
             expected = sums(PASSES[name])
             assert_close(looked, expected)
             assert_close(taken, expected)
+
+
+def within_a_graph(stage: int) -> str:
+    """What is said of a sum over ranks while a CUDA graph is captured, or would be."""
+    mesh = init_mesh(device="cpu")
+    model = Chain()
+    zero = zero_over(model, mesh, stage, kernels=False)
+    loss = model(samples(mesh.rank, 0))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as caught, zero.last_pass():
+        patch.setattr(module, "capturing", lambda device: True)
+        loss.backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_graph_repeats_a_sum(ranks: Ranks, stage: int) -> None:
+    for text in ranks(2, within_a_graph, stage):
+        assert text.startswith("a sum of gradients over ranks while a CUDA graph is captured: ranks count the calls"), text
 
 
 def launches(stage: int) -> list[list[str]]:

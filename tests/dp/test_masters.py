@@ -15,6 +15,7 @@ from pymesh3d.comm.collectives import all_gather
 from pymesh3d.dp.zero import Zero
 from pymesh3d.errors import ConfigError
 from pymesh3d.mesh import init_mesh
+from pymesh3d.placement import placement_of
 
 Ranks = Callable[..., list[Any]]
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
@@ -90,12 +91,45 @@ def test_a_step_takes_over_what_was_written(ranks: Ranks) -> None:
     assert ranks(2, written_before_a_step) == [[3.0] * 4] * 2
 
 
+def written_at_edges() -> list[torch.Tensor]:
+    """Masters, together, of matrices that begin and end within shards, all but one of which were written; then of that one."""
+    mesh = init_mesh(device="cpu")
+    layers = nn.ModuleList(nn.Linear(10, 100, bias=False, dtype=torch.bfloat16) for _ in range(5))  # of shards of 3,072 numbers
+    zero = Zero(layers, mesh, stage=1, optimizer=functools.partial(torch.optim.SGD, lr=1.0), weight_decay=0.0)
+    exact = 1 + 2.0**-12  # no bfloat16
+    found = []
+    for written in ({0, 1, 3, 4}, {2}):
+        for master in zero.masters:
+            master.data.fill_(exact)
+        for number, layer in enumerate(layers):
+            if number in written:
+                layer.load_state_dict({"weight": torch.full((100, 10), float(number + 2))})
+        zero.step()
+        (master,) = zero.masters
+        whole = all_gather(master.detach(), mesh.dp).wait()
+        slots = [placement_of(layer.weight).zero[1] for layer in layers]
+        found.append(torch.stack([whole[start : start + 1000] for start in slots]))
+    mesh.close()
+    return found
+
+
+def test_what_is_written_across_shards_is_taken_over_and_nothing_beside(ranks: Ranks) -> None:
+    exact = torch.tensor(1 + 2.0**-12)
+    for first, second in ranks(2, written_at_edges):
+        for number in range(5):
+            new = torch.tensor(number + 2.0)
+            assert (first[number] == (exact if number == 2 else new)).all(), f"matrix {number}: {first[number].unique()}"
+            assert (second[number] == (new if number == 2 else exact)).all(), f"matrix {number}: {second[number].unique()}"
+
+
 FOREIGN = {
     "master.7 [1]": {"master.7": torch.ones(1)},
     "master.0 [3]": {"master.0": torch.ones(3)},
     "master.0 []": {"master.0": torch.tensor(1.0)},
     "steps_taken [2]": {"steps_taken": torch.ones(2)},
     "exp_avg.9 [1024], with exp_avg.-1 []": {"exp_avg.9": torch.ones(1024), "exp_avg.-1": torch.tensor(1.0)},
+    "exp_avg.0 []": {"step.0": torch.tensor(1.0), "exp_avg.0": torch.tensor(1.0), "exp_avg_sq.0": torch.ones(1024)},
+    "other.0 [1024]": {"other.0": torch.ones(1024)},
     "exp_avg.one [1024], with exp_avg [1024]": {"exp_avg.one": torch.ones(1024), "exp_avg": torch.ones(1024)},
     "exp_avg.1 [32], with step.0 [0]": {"exp_avg.1": torch.ones(32), "exp_avg.0": torch.ones(1024), "step.0": torch.ones(0)},
 }
@@ -112,6 +146,8 @@ def foreign_states() -> list[str]:
         with pytest.raises(ConfigError) as caught:
             zero.load_state({**good, **change})
         texts.append(str(caught.value))
+    with pytest.raises(ConfigError, match=r"a state without step\.0, without exp_avg_sq\.0"):
+        zero.load_state({**good, "exp_avg.0": torch.ones(1024)})
     with pytest.raises(ConfigError) as caught:
         zero.load_state({"exp_avg.1": torch.ones(1024)})
     texts.append(str(caught.value))

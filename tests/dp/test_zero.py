@@ -242,13 +242,29 @@ class NoOptimizer:
         pass
 
 
+class SomeWeights(torch.optim.AdamW):
+    """Over the first group alone."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__([*groups][:1])
+
+
 ELEMENTWISE = "it must make a torch optimizer that works element by element, from parameter groups. Use optimizer=torch.optim.AdamW"
+FLOATING = "it must be a floating-point torch dtype"
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stage": 4}, "stage=4: the ZeRO stages are 0, 1, 2 and 3. Use stage=1"),
     ({"stage": True}, "stage=True: the ZeRO stages are 0, 1, 2 and 3. Use stage=1"),
     (
         {"optimizer": []},
         f"optimizer=[]: {ELEMENTWISE}",
+    ),
+    (
+        {"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)},
+        f"optimizer=SGD(...): {ELEMENTWISE}",
+    ),
+    (
+        {"optimizer": SomeWeights},
+        f"optimizer={SomeWeights!r} made a SomeWeights of other weights than those it got: {ELEMENTWISE}",
     ),
     (
         {"optimizer": NoOptimizer},
@@ -261,10 +277,38 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"weight_decay": "0.1"}, "weight_decay='0.1': weight_decay must be a finite number of at least 0. The default is weight_decay=0.1"),
     ({"reduce_dtype": torch.int8}, "reduce_dtype=torch.int8: it must be a floating-point torch dtype. Use reduce_dtype=torch.float32"),
     ({"reduce_dtype": "bf16"}, "reduce_dtype='bf16': it must be a floating-point torch dtype. Use reduce_dtype=torch.float32"),
+    ({"accumulate_dtype": "bfloat16"}, f"accumulate_dtype='bfloat16': {FLOATING}. Use accumulate_dtype=torch.bfloat16"),
     ({"accumulate_dtype": 32}, "accumulate_dtype=32: it must be a floating-point torch dtype. Use accumulate_dtype=torch.float32"),
     ({"bucket_elements": 0}, "bucket_elements=0: bucket_elements must be a positive integer. Try bucket_elements=1 or more"),
     ({"mesh": "all"}, "a str as mesh: Zero spans all axes of a mesh. Use the one that init_mesh returns"),
 ]
+
+
+def within_whole(stage: int) -> tuple[list[str], bool]:
+    """What is said of steps and states within `whole`; whether what was written within it, twice, has stayed."""
+    mesh = init_mesh(device="cpu")
+    layers = nn.ModuleList(nn.Linear(3, 2) for _ in range(2))
+    zero, texts = Zero(layers, mesh, stage=stage, optimizer=ADAMW, weight_decay=0.0), []
+    with zero.whole(), zero.whole():
+        pass
+    with zero.whole(), torch.no_grad():
+        with zero.whole():
+            layers[0].weight.fill_(3.0)
+        layers[1].weight.fill_(4.0)
+        for call in (zero.step, lambda: zero.load_state(zero.state())):
+            with pytest.raises(ConfigError) as caught:
+                call()
+            texts.append(str(caught.value))
+    with zero.whole():
+        stayed = bool((layers[0].weight == 3.0).all() and (layers[1].weight == 4.0).all())
+    mesh.close()
+    return texts, stayed
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_whole_may_be_entered_twice_and_has_no_steps(ranks: Ranks, stage: int) -> None:
+    rule = "within whole(): there parameters are whole to be read and written. Leave it first"
+    assert ranks(2, within_whole, stage) == [([f"step() {rule}", f"load_state() {rule}"], True)] * 2
 
 
 def refusals() -> list[str]:
